@@ -1,0 +1,1 @@
+"""Sequence parallelism for unmodified PyTorch models through ``torch.compile(model, backend="autosp")``."""
