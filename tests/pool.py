@@ -102,7 +102,7 @@ class RankPool:
         process_group: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        """Run ``function(rank_info, *args, **kwargs)`` on ranks 0 to `world_size` - 1 and return their results in order.
+        """Run ``function(rank_info, *args, **kwargs)`` on the first `world_size` ranks; their results in order.
 
         Args:
             function: importable by module and name from the tests folder or an installed package.
