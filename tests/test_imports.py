@@ -82,7 +82,7 @@ def own_imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def is_kernel(path: Path) -> bool:
-    return name_of(path).startswith("custom_ops.") and ("kernel" in path.stem or "triton" in path.stem)
+    return name_of(path).startswith("custom_ops.") and "kernel" in name_of(path)
 
 
 def covers(rule: str, module: str) -> bool:
