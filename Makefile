@@ -12,7 +12,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-slow: setup
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test,real-model]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test,real-model]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 lint: setup
@@ -29,11 +29,11 @@ $(VENV)/.created:
 
 # torch alone first: whichever build the machine offers (CPU or CUDA) is then kept by what follows.
 $(VENV)/.torch: $(VENV)/.created constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
 clean:
