@@ -1,0 +1,19 @@
+"""Entry of one rank: ``python -m autosp.cli.rank run.json``. Imports little, so that it can say that it is importing."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from autosp.cli.progress import reporter
+
+
+def main() -> None:
+    """Import the heavy libraries under a sign of life, then run the rank."""
+    with reporter(os.environ.get("RANK") == "0").stage("Importing torch and transformers"):
+        from autosp.cli import worker
+    worker.main(sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()
