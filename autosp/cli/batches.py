@@ -26,7 +26,7 @@ class Batches:
     def __init__(self, tokens: np.ndarray, *, seq_len: int, seed: int) -> None:
         if len(tokens) < seq_len:
             raise InputError(
-                f"the data has {len(tokens):,} tokens, a sequence takes {seq_len:,}: give more --data or a smaller --seq-len"
+                f"the data has {len(tokens):,} tokens, one sequence takes {seq_len:,}: give more, or less --seq-len"
             )
         self.tokens = tokens
         self.seq_len = seq_len

@@ -37,7 +37,7 @@ def launch(settings: TrainSettings) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if not settings.debug:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        _silence_elastic()
     _set_environment(settings)
     settings_file = Path(settings.out, "run.json")
     with tempfile.TemporaryDirectory(prefix="autosp-") as logs:
@@ -59,6 +59,16 @@ def launch(settings: TrainSettings) -> int:
         except SignalException as error:
             return _report_signal(settings, error.sigval)
     return 0
+
+
+def _silence_elastic() -> None:
+    """Drop elastic's own report, dozens of lines for each failure, of which ours says what matters.
+
+    Each of its modules sets the level of a logger of its own, so that the level of the parent has no effect.
+    """
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _set_environment(settings: TrainSettings) -> None:

@@ -1,4 +1,4 @@
-"""Entry of one rank: ``python -m autosp.cli.rank run.json``. Imports little, so that it can say that it is importing."""
+"""Entry of one rank, ``python -m autosp.cli.rank run.json``: imports little, so that it can say that it imports."""
 
 from __future__ import annotations
 

@@ -135,8 +135,8 @@ def train(
 def _check_choices(given: dict[str, Any]) -> None:
     for name, allowed in (("dtype", DTYPES), ("inner_backend", INNER_BACKENDS), ("device", ("cpu", "cuda"))):
         if name in given and given[name] not in allowed:
-            hint = ": it needs loss scaling, use bf16" if given[name] == "fp16" else ""
-            raise ConfigError(f"{_option(name)} {given[name]}: choose {', '.join(allowed)}{hint}")
+            hint = " (fp16 would need loss scaling)" if given[name] == "fp16" else ""
+            raise ConfigError(f"{_option(name)} {given[name]}: choose {' or '.join(allowed)}{hint}")
     if "lr" in given and not 0 < given["lr"] < 100:
         raise ConfigError(f"--lr {given['lr']}: a positive number is needed, such as 1e-3")
 
