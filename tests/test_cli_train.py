@@ -114,6 +114,28 @@ def test_a_resumed_run_continues_the_same_curve(tmp_path: Path, tiny: list[str])
     assert f"autosp train --resume {parts} --steps 12" in done.stdout
 
 
+@pytest.mark.timeout(2 * TIMEOUT)
+def test_two_groups_under_torchrun_train_like_one_with_both_batches(tmp_path: Path, tiny: list[str]) -> None:
+    """dp=2 sees in two groups what one process sees as a batch of 2, so that the curves are one."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"data_parallel_size": 2, "gradient_accumulation_steps": 2}))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    for name, processes, more in (("two", "2", []), ("one", "1", ["--batch-size", "2"])):
+        if name == "one":
+            config.write_text(json.dumps({"gradient_accumulation_steps": 2}))
+        command = [*torchrun, processes, "-m", "autosp.cli.main", "train", *tiny, "--config", str(config)]
+        command += ["--steps", "4", "--out", str(tmp_path / name), *more]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, env=environment(), stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        text = finish(process)
+        assert process.returncode == 0, text
+    two, one = curve(tmp_path / "two"), curve(tmp_path / "one")
+    assert [row[3] for row in two] == [4, 8, 12, 16]
+    assert [row[3] for row in one] == [4, 8, 12, 16]
+    for mine, reference in zip(two, one, strict=True):
+        assert mine[1:3] == pytest.approx(reference[1:3], rel=1e-4)
+
+
 def check_saved(run: Path, step: int) -> None:
     """A checkpoint that transformers loads, weights under their plain names, and the picture."""
     from safetensors import safe_open

@@ -74,6 +74,8 @@ def _silence_elastic() -> None:
 def _set_environment(settings: TrainSettings) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
+    # read when tqdm is imported, thus before any rank is
+    os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVING_SECONDS)
     # so that the ranks import the package that runs now, installed or not
     package_root = str(Path(__file__).resolve().parents[2])
@@ -130,7 +132,9 @@ def is_broken_connection(message: str) -> bool:
 
 
 def _message(failure: Any) -> str:
-    text = " ".join(str(failure.message).split())
+    # elastic gives a string for a signal, and what the rank recorded, a dictionary, for an exception
+    recorded = failure.message
+    text = " ".join(str(recorded.get("message") if isinstance(recorded, dict) else recorded).split())
     # elastic puts the type's name in front; for an error of ours the text alone says it
     name, _, rest = text.partition(": ")
     return rest if rest and name.endswith("Error") and name.isidentifier() and failure.exitcode == 2 else text

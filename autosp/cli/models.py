@@ -76,12 +76,29 @@ def load_model(spec: str | None) -> Any:
         if path.is_dir():
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         elif path.suffix == ".gguf":
-            model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+            model = _plain(AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32))
         else:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InputError(f"--model {spec}: transformers cannot read it: {' '.join(str(error).split())}") from error
     return model.train()
+
+
+def _plain(loaded: Any) -> Any:
+    """Return a model of the same weights without the mark of the file's quantization.
+
+    The loader has turned the weights into fp32, yet transformers refuses to save a model that says it was quantized.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=loaded.dtype)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    return model
 
 
 def load_tokenizer(spec: str | None, model_config: Any) -> Tokenizer:

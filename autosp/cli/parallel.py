@@ -110,7 +110,7 @@ def start(config: dict[str, Any], *, device: str) -> Parallel:
     """Initialise the process group and the mesh from the environment that a launcher set.
 
     Args:
-        config: DeepSpeed-style settings; without any size in it the whole world is one sequence-parallel group.
+        config: DeepSpeed-style settings; without sizes in them the whole world is one sequence-parallel group.
         device: "cpu" (gloo) or "cuda" (NCCL, one GPU a process).
 
     Raises:
@@ -118,29 +118,20 @@ def start(config: dict[str, Any], *, device: str) -> Parallel:
     """
     import autosp
 
-    world = int(os.environ["WORLD_SIZE"])
     here = torch.device("cpu")
     if device == "cuda":
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(here)
-    state = autosp.initialize(with_sizes(config, world), device_type=device)
-    mesh = state.mesh
-    if mesh["tp"].size() > 1:
+    state = autosp.initialize(config, device_type=device)
+    if state.sizes["tp"] > 1:
         raise ConfigError('autosp train splits the sequence only: take "tensor_parallel" out of the configuration')
     return Parallel(
         rank=dist.get_rank(),
-        world=world,
+        world=dist.get_world_size(),
         device=here,
-        dp_size=mesh["dp"].size(),
-        dp_rank=mesh.get_local_rank("dp"),
-        dp_group=mesh.get_group("dp"),
-        sp_size=mesh["sp"].size(),
+        dp_size=state.sizes["dp"],
+        dp_rank=state.coordinates["dp"],
+        dp_group=state.mesh.get_group("dp"),
+        sp_size=state.sizes["sp"],
         control=dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT),
     )
-
-
-def with_sizes(config: dict[str, Any], world: int) -> dict[str, Any]:
-    """Return `config` with the whole world as one sequence-parallel group where it names no size at all."""
-    if any(key in config for key in ("sequence_parallel_size", "data_parallel_size", "mesh_param")):
-        return config
-    return {**config, "sequence_parallel_size": world}

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from autosp.cli.parallel import Parallel, start
 from autosp.cli.progress import Silent, reporter
 from autosp.cli.settings import TrainSettings
 from autosp.errors import AutoSPError, InputError, InternalError, RankMismatchError
+
+_LAST = 10
 
 
 class StopRequest:
@@ -51,7 +54,7 @@ def run(settings: TrainSettings) -> None:
     stop.install()
     _quiet_libraries()
     speaks = reporter(os.environ.get("RANK") == "0")
-    with speaks.stage("Joining the group"):
+    with speaks.stage(f"Joining a group of {os.environ['WORLD_SIZE']}"):
         parallel = start(settings.config, device=settings.device)
     settings = _agree(settings, parallel)
     speaks.line(_describe(settings, parallel))
@@ -94,6 +97,9 @@ def _describe(settings: TrainSettings, parallel: Parallel) -> str:
 
 def _build(settings: TrainSettings, parallel: Parallel, speaks: Silent) -> tuple[Trainer, Any]:
     """Make the model, the data and the optimizer, from nothing or from the checkpoint to resume."""
+    # the function, not its name: the name needs the package to be installed, not merely importable
+    from autosp.backend import autosp_backend
+
     torch.manual_seed(settings.seed)
     resume = Path(settings.resume) if settings.resume else None
     with speaks.stage("Loading the model") as detail:
@@ -120,7 +126,7 @@ def _build(settings: TrainSettings, parallel: Parallel, speaks: Silent) -> tuple
         settings,
         parallel,
         model=model,
-        compiled=torch.compile(model, backend="autosp", options={"inner_backend": settings.inner_backend}),
+        compiled=torch.compile(model, backend=autosp_backend, options={"inner_backend": settings.inner_backend}),
         optimizer=optimizer,
         batches=Batches(tokens, seq_len=settings.seq_len, seed=settings.seed),
         position=position,
@@ -231,7 +237,11 @@ def _finish(settings: TrainSettings, trainer: Trainer, speaks: Silent, stopped: 
     saved = checkpoint.latest(out)
     done = trainer.position.step
     verb = "Stopped" if stopped else "Done"
-    speaks.line(f"{verb} at step {done} of {settings.steps}: loss {rows[0]['loss']:.4f} -> {rows[-1]['loss']:.4f}")
+    last = [row["loss"] for row in rows[-_LAST:]]
+    speaks.line(
+        f"{verb} at step {done} of {settings.steps}: loss {rows[0]['loss']:.4f} -> {sum(last) / len(last):.4f} "
+        f"(mean of the last {len(last)} steps)"
+    )
     speaks.line(f"  {out}: metrics.jsonl, loss.png, {saved.name if saved else ''}")
     more = "" if stopped else f" --steps {2 * done}"
     speaks.line(f"Go on with:  autosp train --resume {shlex.quote(str(out))}{more}")
@@ -240,9 +250,13 @@ def _finish(settings: TrainSettings, trainer: Trainer, speaks: Silent, stopped: 
 def _quiet_libraries() -> None:
     """Keep the progress bars and hints of libraries out of the run's own; nothing is fetched from a network."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from transformers.utils import logging
 
+    if os.environ.get("RANK") != "0":
+        # the same on every rank, so that once is enough
+        warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
