@@ -1,0 +1,142 @@
+"""The Dynamo backend ``autosp``: the one place that wires the road of a graph.
+
+Dynamo graph -> pre-dispatch ATen graph (``capture``) -> passes (``passes.pipeline``) -> the program of one rank -> AOTAutograd
+and Inductor, or another inner backend. Found by name through the entry point group ``torch_dynamo_backends``.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo import lookup_backend
+from torch._guards import detect_fake_mode
+
+from . import mesh
+from .agreement import agree
+from .capture import capture_graph, fake_inputs
+from .custom_ops import collectives, loss  # noqa: F401
+from .errors import UnsupportedGraphError
+from .layout.axis import Axis
+from .layout.infer import Source
+from .layout.placement import Shard
+from .layout.registry import find_rule
+from .mesh import AutoSPState
+from .passes.pipeline import Work, run_pipeline
+from .passes.verify import collective_list
+from .runtime import Checked, LocalProgram
+from .sources import InputSources, find_sources
+
+log = logging.getLogger("autosp")
+
+_times: dict[str, float] = {}
+
+
+def compile_times() -> dict[str, float]:
+    """Seconds of the latest compilation: "autosp_s" in autosp's own passes, "total_s" in the whole backend."""
+    return dict(_times)
+
+
+def autosp_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """Compile one graph for this rank of its sequence group.
+
+    Args:
+        gm: graph from Dynamo.
+        example_inputs: its inputs.
+        options: settings of the JSON's "autosp" section and "mesh", laid over those of ``autosp.initialize``.
+        mode: a ``torch.compile`` mode for the inner backend; only "default" has a meaning here.
+
+    Raises:
+        ConfigError: a wrong option.
+        UnsupportedGraphError: the graph holds what cannot be partitioned exactly.
+        RankMismatchError: ranks of the group compiled different programs.
+    """
+    state = mesh.select(options)
+    inner_backend = lookup_backend(state.config.inner_backend if state is not None else _inner_option(options))
+    if state is None or state.sp_size == 1:
+        return inner_backend(gm, example_inputs)
+    start = time.perf_counter()
+    try:
+        work, found = _partition(gm, example_inputs, state)
+        payload = {"graph": _graph_text(gm, example_inputs), "collectives": repr(collective_list(work.graph)).encode()}
+    except Exception:
+        # The others must not wait for a rank that refuses what they accept.
+        agree(state, "refused", b"")
+        raise
+    agree(state, "compile", payload, detail=_shapes(example_inputs, found))
+    own = time.perf_counter() - start
+    compiled = inner_backend(work.graph, _local_examples(example_inputs, found, work.axis))
+    _times.update(autosp_s=own, total_s=time.perf_counter() - start, **{f"pass.{k}": v for k, v in work.seconds.items()})
+    _report(work)
+    checked = [Checked(index, key) for index, key in found.keys.items()] if state.config.verify == "inputs" else []
+    return LocalProgram(
+        compiled, work.specs, work.axis, state, checked, state.config.outputs, found.sharded
+    )
+
+
+def _inner_option(options: dict[str, Any] | None) -> str:
+    return (options or {}).get("inner_backend", "inductor")
+
+
+def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPState) -> tuple[Work, InputSources]:
+    fake_mode = detect_fake_mode(example_inputs) or detect_fake_mode()
+    axis = Axis(
+        name="sp",
+        size=state.sp_size,
+        rank=state.sp_rank,
+        group=state.sp_group,
+        gradient_reduction=state.config.gradient_reduction,
+        attention=state.config.attention,
+    )
+    fakes = fake_inputs(example_inputs, fake_mode)
+    found = find_sources(gm, fakes, axis)
+    captured = capture_graph(gm, found.whole, fake_mode, lambda target: find_rule(target) is not None)
+    names = [node.name for node in captured.graph.find_nodes(op="placeholder")]
+    work = Work(
+        graph=captured,
+        inputs=found.whole,
+        local_inputs=found.local,
+        axis=axis,
+        sources={names[index]: source for index, source in found.sources.items()},
+        parameters=frozenset(names[index] for index in found.parameters),
+        outputs=state.config.outputs,
+        unsupported=state.config.unsupported,
+        fake_mode=fake_mode,
+    )
+    return run_pipeline(work), found
+
+
+def _local_examples(example_inputs: Sequence[Any], found: InputSources, axis: Axis) -> list[Any]:
+    return [found.local[i] if i in found.sharded else value for i, value in enumerate(example_inputs)]
+
+
+def _graph_text(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bytes:
+    """What ranks of a group must have in common; a device's number is a rank's own."""
+    shapes = [(tuple(map(str, v.shape)), str(v.dtype)) if isinstance(v, torch.Tensor) else str(v) for v in example_inputs]
+    text = re.sub(r"index=\d+|cuda:\d+", "", str(gm.graph))
+    return f"{text}\n{shapes}".encode()
+
+
+def _shapes(example_inputs: Sequence[Any], found: InputSources) -> str:
+    return ", ".join(f"{key} {tuple(example_inputs[index].shape)}" for index, key in found.keys.items())
+
+
+def _report(work: Work) -> None:
+    if work.gathered:
+        names = sorted({f"{item.operator} at {item.location}" for item in work.gathered})
+        log.warning(
+            "%d operators ran on the whole sequence (unsupported: \"gather\"), which gathers %d tensors a step: %s",
+            len(work.gathered),
+            sum(len(item.sizes) for item in work.gathered),
+            "; ".join(names),
+        )
+
+
+__all__ = ["Shard", "Source", "UnsupportedGraphError", "autosp_backend", "compile_times"]

@@ -1,0 +1,67 @@
+"""The table of operator rules, and the public way to add one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .call import OpCall, Strategy
+
+Rule = Callable[[OpCall], Strategy]
+
+_RULES: dict[Any, Rule] = {}
+_SEEDS: set[Any] = set()
+
+
+def register_rule(*targets: Any, seeds: bool = False) -> Callable[[Rule], Rule]:
+    """Register the decorated function as the rule of operators.
+
+    Args:
+        targets: operator overloads (``torch.ops.aten.mul.Tensor``) or packets (every overload of it).
+        seeds: the operator starts sharded computation: when its operands are replicated but known to run over tokens, it is
+            computed on this rank's tokens.
+
+    Returns:
+        A decorator that leaves the rule as it is. A rule takes an ``OpCall`` and returns a ``Strategy``, or raises
+        ``Refusal`` when the layouts at hand cannot be kept exactly.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        for overload in _overloads(targets):
+            _RULES[overload] = rule
+            if seeds:
+                _SEEDS.add(overload)
+        return rule
+
+    return decorate
+
+
+def find_rule(target: Any) -> Rule | None:
+    """The rule of an operator overload, or None."""
+    if target in _RULES:
+        return _RULES[target]
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        return _RULES.get("pointwise")
+    return None
+
+
+def is_seed(target: Any) -> bool:
+    """Whether the operator starts sharded computation."""
+    return target in _SEEDS
+
+
+def register_pointwise_rule(rule: Rule) -> Rule:
+    """Register the rule of every operator that torch itself tags as pointwise."""
+    _RULES["pointwise"] = rule
+    return rule
+
+
+def _overloads(targets: Iterable[Any]) -> Iterable[Any]:
+    for target in targets:
+        if isinstance(target, torch._ops.OpOverloadPacket):
+            for name in target.overloads():
+                yield getattr(target, name)
+        else:
+            yield target

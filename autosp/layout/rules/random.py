@@ -1,0 +1,82 @@
+"""Dropout and other random operators.
+
+A counter-based generator (two rounds of a 64-bit finaliser over a per-call seed, the rank and the element's index) draws the
+mask with pointwise operators only. The seed is one integer drawn from torch's own generator, so ``torch.manual_seed``
+reproduces a run; the mask is a function of the seed, so recomputation repeats it; shards differ by their rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..call import OpCall, Refusal, Strategy, Value
+from ..placement import Shard
+from ..registry import register_rule
+
+aten = torch.ops.aten
+
+_MIX = (-49064778989728563, -4265267296055464877)  # murmur3's 64-bit finaliser, as signed integers
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, the increment of splitmix64
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    for factor in _MIX:
+        x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * factor
+    return x ^ ((x >> 33) & 0x7FFFFFFF)
+
+
+def uniform_bits(seed: torch.Tensor, shape, rank: int, device: torch.device) -> torch.Tensor:
+    """Independent 24-bit integers (int64), a function of seed, rank and element index."""
+    count = 1
+    for size in shape:
+        count = count * size
+    index = torch.arange(count, device=device, dtype=torch.int64).reshape(shape)
+    key = _mix(seed + (rank + 1) * _GOLDEN)
+    return (_mix(_mix(index + key) ^ key) >> 20) & 0xFFFFFF
+
+
+def draw_seed(device: torch.device, replicated_over: str | None) -> torch.Tensor:
+    """One 62-bit integer from torch's generator; the same on all ranks of a group when ``replicated_over`` names it."""
+    seed = torch.randint(0, 2**62, (1,), device=device, dtype=torch.int64)
+    if replicated_over is not None:
+        seed = torch.ops.autosp.all_reduce_sum(seed, replicated_over)
+    return seed
+
+
+def drop(x: torch.Tensor, p: float, seed: torch.Tensor, rank: int) -> torch.Tensor:
+    """``x`` with elements dropped with probability ``p`` and the rest scaled by ``1 / (1 - p)``."""
+    keep = uniform_bits(seed, x.shape, rank, x.device) >= int(p * 2**24)
+    return torch.where(keep, x * (1.0 / (1.0 - p)), torch.zeros_like(x))
+
+
+@register_rule(aten.dropout.default)
+def dropout_rule(call: OpCall) -> Strategy:
+    """Each rank drops elements of its own tokens from a stream of its own; a whole value is dropped alike everywhere."""
+    value: Value = call["input"]
+    shard: Shard | None = value.shard
+    if not call["train"] or call["p"] == 0:
+        return Strategy(inputs={"input": value.placement}, output=value.placement, local=lambda c, local: local["input"])
+    p = call["p"]
+
+    def local_drop(c: OpCall, local: dict):
+        x = local["input"]
+        if p == 1:
+            return torch.zeros_like(x)
+        seed = draw_seed(x.device, c.axis.group if shard is None else None)
+        return drop(x, p, seed, 0 if shard is None else c.axis.rank)
+
+    placement = {} if shard is None else {"input": shard}
+    return Strategy(inputs=placement, output=shard or Strategy().output, local=local_drop, note="dropout")
+
+
+@register_rule(
+    aten.rand, aten.randn, aten.randint, aten.randperm, aten.rand_like, aten.randn_like, aten.randint_like,
+    aten.bernoulli, aten.multinomial, aten.normal, aten.native_dropout, aten.alpha_dropout, aten.feature_dropout,
+)  # fmt: skip
+def random_rule(call: OpCall) -> Strategy:
+    """Draws that ranks would not agree on are refused."""
+    raise Refusal(
+        "a random operator other than dropout would draw differently on each rank",
+        "draw the numbers outside the model and pass them in, or use dropout",
+        always=True,
+    )

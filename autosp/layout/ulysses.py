@@ -1,0 +1,131 @@
+"""Ulysses attention: tokens are exchanged for heads, each rank attends with a block of heads over the whole sequence.
+
+With ``H`` query heads rank ``p`` of ``P`` takes heads ``[p * H // P, (p + 1) * H // P)`` and exactly the key/value heads which
+those read; a key/value head that several ranks need is sent to each of them once, un-repeated. Blocks may differ by one head
+and may be empty. On the wire a piece is ``[tokens, heads, batch, head size]``, so that what is received from all ranks is
+one tensor over the whole sequence without a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from .axis import Axis
+from .placement import Shard
+
+
+@dataclass(frozen=True)
+class HeadBlocks:
+    """Which heads each rank attends with."""
+
+    query: tuple[tuple[int, int], ...]
+    key: tuple[tuple[int, int], ...]
+    repeats: int
+
+    @classmethod
+    def of(cls, ranks: int, query_heads: int, key_heads: int) -> HeadBlocks:
+        """Blocks for ``query_heads`` heads that read ``key_heads`` heads in groups (grouped-query attention)."""
+        repeats = query_heads // key_heads
+        query = tuple((p * query_heads // ranks, (p + 1) * query_heads // ranks) for p in range(ranks))
+        key = tuple((lo // repeats, (hi - 1) // repeats + 1) if hi > lo else (0, 0) for lo, hi in query)
+        return cls(query=query, key=key, repeats=repeats)
+
+    def is_even(self) -> bool:
+        """Every rank sends and receives the same number of heads."""
+        sizes = {(q[1] - q[0], k[1] - k[0]) for q, k in zip(self.query, self.key, strict=True)}
+        return len(sizes) == 1
+
+    def local_key_index(self, rank: int) -> list[int]:
+        """For each local query head, the local key/value head that it reads."""
+        (lo, hi), (first, _) = self.query[rank], self.key[rank]
+        return [head // self.repeats - first for head in range(lo, hi)]
+
+
+def _pack(tensors: list[torch.Tensor], blocks: list[tuple[tuple[int, int], ...]], ranks: int) -> tuple[torch.Tensor, list]:
+    """One flat buffer, destination by destination, each piece ``[tokens, heads, batch, size]``; and the piece sizes."""
+    rows = [t.permute(2, 1, 0, 3) for t in tensors]
+    pieces = [torch.cat([r[:, lo:hi] for r, b in zip(rows, blocks, strict=True) for lo, hi in [b[p]]], dim=1) for p in range(ranks)]
+    return torch.cat([piece.reshape(-1) for piece in pieces]), [piece.numel() for piece in pieces]
+
+
+def scatter_heads(
+    axis: Axis, tensors: list[torch.Tensor], blocks: list[tuple[tuple[int, int], ...]], cut: Shard
+) -> list[torch.Tensor]:
+    """Exchange tokens for heads in one all-to-all.
+
+    Args:
+        axis: the sequence axis.
+        tensors: ``[batch, heads, L, size]`` each, of one dtype and size, all cut over tokens as ``cut``.
+        blocks: for each tensor, the heads that each rank receives.
+        cut: the cut over tokens.
+
+    Returns:
+        For each tensor ``[batch, local heads, cut.size, size]``.
+    """
+    batch, _, block, size = tensors[0].shape
+    mine = [b[axis.rank][1] - b[axis.rank][0] for b in blocks]
+    buffer, send = _pack(tensors, blocks, axis.size)
+    receive = [block * sum(mine) * batch * size] * axis.size
+    buffer = torch.ops.autosp.all_to_all(buffer, send, receive, axis.group)
+    rows = buffer.reshape(axis.size * block, sum(mine), batch, size)
+    if axis.has_padding(cut):
+        rows = rows.narrow(0, cut.start, cut.size)
+    else:
+        rows = rows.reshape(cut.size, sum(mine), batch, size)
+    whole = rows.permute(2, 1, 0, 3)
+    return list(whole.split(mine, dim=1))
+
+
+def gather_heads(axis: Axis, x: torch.Tensor, blocks: tuple[tuple[int, int], ...], cut: Shard) -> torch.Tensor:
+    """Exchange heads back for tokens: ``[batch, local heads, cut.size, size]`` to ``[batch, heads, L, size]``."""
+    batch, mine, _, size = x.shape
+    block = axis.block(cut.length)
+    rows = x.permute(2, 1, 0, 3)
+    if axis.has_padding(cut):
+        rows = F.pad(rows, [0, 0, 0, 0, 0, 0, cut.start, axis.size * block - cut.start - cut.size])
+    counts = [hi - lo for lo, hi in blocks]
+    receive = [block * count * batch * size for count in counts]
+    buffer = rows.reshape(-1)
+    buffer = torch.ops.autosp.all_to_all(buffer, [block * mine * batch * size] * axis.size, receive, axis.group)
+    if len(set(counts)) == 1:
+        heads = buffer.reshape(axis.size, block, mine, batch, size).permute(3, 1, 0, 2, 4)
+        return heads.reshape(batch, block, axis.size * mine, size).transpose(1, 2)
+    pieces = [
+        piece.reshape(block, count, batch, size) for piece, count in zip(buffer.split(receive), counts, strict=True) if count
+    ]
+    return torch.cat(pieces, dim=1).permute(2, 0, 1, 3).contiguous().transpose(1, 2)
+
+
+def local_keys(x: torch.Tensor, blocks: HeadBlocks, rank: int) -> tuple[torch.Tensor, bool]:
+    """Key/value heads as the attention kernel needs them: grouped when the grouping is regular, else one a query head."""
+    index = blocks.local_key_index(rank)
+    heads = x.shape[1]
+    regular = len(index) % heads == 0 and index == [i // (len(index) // heads) for i in range(len(index))]
+    if regular:
+        return x, heads != len(index)
+    return x[:, torch.tensor(index, device=x.device)] if index != list(range(heads)) else x, False
+
+
+def exchange_all(axis: Axis, q, k, v, blocks: HeadBlocks, q_cut: Shard, k_cut: Shard):
+    """Exchange q, k and v: in one all-to-all when their layouts allow, in as few as possible otherwise."""
+    same_size = q.shape[3] == k.shape[3] == v.shape[3]
+    if q_cut.same_rows(k_cut) and q.dtype == k.dtype == v.dtype:
+        if same_size:
+            return scatter_heads(axis, [q, k, v], [blocks.query, blocks.key, blocks.key], q_cut)
+        if q.shape[3] == k.shape[3]:
+            new_q, new_k = scatter_heads(axis, [q, k], [blocks.query, blocks.key], q_cut)
+            return [new_q, new_k, *scatter_heads(axis, [v], [blocks.key], k_cut)]
+    (new_q,) = scatter_heads(axis, [q], [blocks.query], q_cut)
+    if k.shape[3] == v.shape[3] and k.dtype == v.dtype:
+        return [new_q, *scatter_heads(axis, [k, v], [blocks.key, blocks.key], k_cut)]
+    (new_k,) = scatter_heads(axis, [k], [blocks.key], k_cut)
+    return [new_q, new_k, *scatter_heads(axis, [v], [blocks.key], k_cut)]
+
+
+def empty_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The result of a rank without heads; it hangs on q, k and v so that the rank takes part in their backward."""
+    zero = k.sum() * 0 + v.sum() * 0
+    return q.reshape(q.shape[0], 0, q.shape[2], v.shape[3]) + zero.to(q.dtype)

@@ -1,0 +1,76 @@
+"""In-place operators on values of the graph become their functional forms."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from ..errors import UnsupportedGraphError
+from ..location import user_location
+
+
+def functional_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """``aten.add_.Tensor`` -> ``aten.add.Tensor``; None when the operator writes nothing or has no such form."""
+    namespace, name = target._schema.name.split("::")
+    if not target._schema.is_mutable or not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    overload = target._overloadname
+    return getattr(packet, overload, None) if packet is not None else None
+
+
+def _is_view(node: fx.Node) -> bool:
+    """The result of the node shares storage with its first argument."""
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    # reshape, contiguous and casts may return their operand; they count as views so that no write is lost.
+    maybe = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::dropout", "aten::expand_as")
+    aliased = any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
+    return aliased or node.target._schema.name in maybe
+
+
+def _storage_root(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and _is_view(node) and node.all_input_nodes:
+        node = node.args[0]
+    return node
+
+
+def functionalize_inplace_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Rewrites: ``y = add_(x, v)`` with ``x`` made in the graph -> ``y = add(x, v)``, later uses of ``x`` reading ``y``.
+
+    Requires: a captured graph.
+    Ensures: what is still written in place is an input of the graph (a buffer), which ranks hold whole.
+    Refuses: a write through a view, or to a value that has views which are read later: their order would be lost.
+    """
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    plan: list[tuple[fx.Node, torch._ops.OpOverload]] = []
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if not node.target._schema.is_mutable:
+            continue
+        root = _storage_root(node.args[0])
+        if root.op in ("placeholder", "get_attr"):
+            continue
+        form = functional_form(node.target)
+        aliases = [n for n in gm.graph.nodes if n is not node and n is not root and _storage_root(n) is root]
+        read_later = any(order[user] > order[node] for alias in aliases for user in alias.users if user is not node)
+        if form is None or root is not node.args[0] or read_later:
+            raise UnsupportedGraphError(
+                "a value is written in place through a view, or views of it are read afterwards",
+                operator=str(node.target),
+                location=user_location(node),
+                remedy="write it out of place (torch.where, x = x + ..., torch.scatter)",
+            )
+        plan.append((node, form))
+    for node, form in plan:
+        written = node.args[0]
+        node.target = form
+        written.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: order[user] > order[node])
+    if plan:
+        gm.recompile()
+    return gm

@@ -1,0 +1,203 @@
+"""The one place that carries layouts out: an interpreter that runs the rules' local operators under a trace.
+
+Sizes in the graph are those of the whole value; local tensors bring their own. Every collective of the local program is made
+here, by ``layout.redistribute`` or by a rule's local function, in the order of the graph, so that all ranks make the same
+ones in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..errors import InternalError
+from ..layout.axis import Axis
+from ..layout.call import OpCall, Strategy
+from ..layout.infer import CALL, LAYOUT, STRATEGY
+from ..layout.placement import REPLICATE, IntLike, Partial, Placement, Replicate, Shard, known_equal, same_placement
+from ..layout.redistribute import redistribute
+from ..location import user_location
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """How one output of the local program becomes what the user gets.
+
+    Args:
+        shard: the cut of a sharded output, None for a whole value or a number.
+        length_index: place among the local program's outputs of the length of its cut dimension.
+    """
+
+    shard: Shard | None = None
+    length_index: int | None = None
+
+
+class LocalInterpreter(fx.Interpreter):
+    """Runs a graph annotated by ``infer_layouts`` on the tensors of one rank.
+
+    Args:
+        gm: the annotated graph.
+        axis: the mesh axis.
+        parameters: names of the placeholders that are parameters.
+        outputs: "dtensor" and "local" leave sharded outputs sharded, "full" gathers them.
+    """
+
+    def __init__(self, gm: fx.GraphModule, *, axis: Axis, parameters: frozenset[str], outputs: str) -> None:
+        super().__init__(gm)
+        self.axis = axis
+        self.parameters = parameters
+        self.outputs = outputs
+        self.specs: list[OutputSpec] = []
+        self._moved: dict[tuple[fx.Node, bool], list[tuple[Placement, float, torch.Tensor]]] = {}
+        self._current: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._current = n
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        node = self._current
+        if STRATEGY in node.meta:
+            return self._run_call(node, node.meta[CALL], node.meta[STRATEGY])
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
+            return value
+        return super().call_function(target, args, kwargs)
+
+    def _run_call(self, node: fx.Node, call: OpCall, strategy: Strategy) -> Any:
+        sharded = any(not isinstance(p, Replicate) for p in tree_flatten(strategy.output)[0] if p is not None)
+        local = {name: self._local_argument(name, arg, strategy, sharded) for name, arg in call.args.items()}
+        if call.target._schema.is_mutable:
+            self._moved.clear()
+        result = call.run(local) if strategy.local is None else strategy.local(call, local)
+        self._check(node, result, strategy.output)
+        return result
+
+    def _local_argument(self, name: str, arg: Any, strategy: Strategy, sharded: bool) -> Any:
+        needed = strategy.inputs.get(name, REPLICATE)
+        fill = strategy.fills.get(name, 0)
+        if isinstance(arg, (list, tuple)):
+            many = needed if isinstance(needed, (list, tuple)) else [needed] * len(arg)
+            return [self._local_value(item, want, fill, sharded) for item, want in zip(arg, many, strict=True)]
+        return self._local_value(arg, needed, fill, sharded)
+
+    def _local_value(self, arg: Any, needed: Placement | None, fill: float, sharded: bool) -> Any:
+        node = getattr(arg, "node", None)
+        if not isinstance(node, fx.Node):
+            return arg
+        return self._moved_to(node, needed or REPLICATE, fill, sharded)
+
+    def _moved_to(self, node: fx.Node, needed: Placement, fill: float, sharded: bool) -> torch.Tensor:
+        """The value of ``node`` in layout ``needed``; each move is made once."""
+        cache = self._moved.setdefault((node, sharded), [])
+        for placement, old_fill, moved in cache:
+            if same_placement(placement, needed) and old_fill == fill:
+                return moved
+        x, current, partial_grad = self.env[node], node.meta[LAYOUT], sharded
+        if node.name in self.parameters and x.requires_grad:
+            whole_use = not (sharded and isinstance(needed, Replicate))
+            x, partial_grad = self._parameter_edge(x, whole_use), False
+        moved = redistribute(
+            x, current, needed, self.axis, dtype=node.meta["val"].dtype, fill=fill, partial_grad=partial_grad
+        )
+        cache.append((needed, fill, moved))
+        return moved
+
+    def _parameter_edge(self, x: torch.Tensor, whole_use: bool) -> torch.Tensor:
+        """A parameter's gradient is summed over the axis by us, or left to an engine, as ``gradient_reduction`` says."""
+        mode = self.axis.gradient_reduction
+        if whole_use:
+            reduction = "over_size" if mode == "engine_sum" else None
+        else:
+            reduction = {"graph": "sum", "engine_mean": "times_size", "engine_sum": None}[mode]
+        return x if reduction is None else torch.ops.autosp.enter_sharded(x, reduction, self.axis.group)
+
+    def _check(self, node: fx.Node, result: Any, layout: Any) -> None:
+        """Local sizes are those that the layout promises, and the dtype is the whole value's."""
+        values = node.meta["val"]
+        if not isinstance(values, (list, tuple)):
+            result, values, layout = [result], [values], [layout]
+        for local, whole, placement in zip(result, values, layout, strict=True):
+            if not isinstance(whole, torch.Tensor) or placement is None:
+                continue
+            shape: Sequence[IntLike] = whole.shape
+            if isinstance(placement, Shard):
+                shape = self.axis.local_shape(shape, placement)
+            wrong_dtype = local.dtype != whole.dtype and not isinstance(placement, Partial)
+            if len(shape) != local.dim() or not all(map(_agree, shape, local.shape)) or wrong_dtype:
+                raise InternalError(
+                    f"{node.target}: local result {tuple(local.shape)} {local.dtype} where the layout {placement} of "
+                    f"{tuple(whole.shape)} {whole.dtype} promises {tuple(shape)}; at {user_location(node)}"
+                )
+
+    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Flat local outputs, followed by the lengths of the sharded ones."""
+        (nodes,) = self._current.args
+        results, lengths = [], []
+        flat, _ = tree_flatten(nodes)
+        for node in flat:
+            result, shard = self._output_value(node)
+            index = None
+            if shard is not None:
+                index = len(flat) + len(lengths)
+                lengths.append(shard.size)
+            results.append(result)
+            self.specs.append(OutputSpec(shard, index))
+        return [*results, *lengths]
+
+    def _output_value(self, node: Any) -> tuple[Any, Shard | None]:
+        if not isinstance(node, fx.Node):
+            return node, None
+        layout, value = node.meta.get(LAYOUT), self.env[node]
+        if not isinstance(value, torch.Tensor) or layout is None:
+            return value, None
+        if not isinstance(layout, Shard):
+            return self._moved_to(node, REPLICATE, 0, False), None
+        if self.outputs == "full" or not layout.is_unfactored:
+            return self._moved_to(node, REPLICATE, 0, False), None
+        plain = layout if layout.is_full else replace(layout, length=layout.size, start=0)
+        return self._moved_to(node, plain, 0, True), plain
+
+
+def _agree(a: IntLike, b: IntLike) -> bool:
+    """Equal for certain, or equal for the sizes at hand: ``P * (S // P)`` is ``S`` under the guard that ``P`` divides it."""
+    if known_equal(a, b):
+        return True
+    return bool(a == b)
+
+
+def localize_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any], *, axis: Axis, parameters: frozenset[str], outputs: str, fake_mode: Any
+) -> tuple[fx.GraphModule, list[OutputSpec]]:
+    """Rewrites: the annotated whole program -> the program of one rank.
+
+    Requires: ``infer_layouts`` has annotated ``gm``; ``inputs`` are its inputs as fakes of ``fake_mode`` (whole tensors, local
+    ones for sharded sources).
+    Ensures: placeholders in the same order; every local size is what its layout promises; outputs are flat, followed by the
+    lengths of the sharded ones.
+    Refuses: nothing; whatever cannot be carried out was refused before.
+    """
+    interpreter = LocalInterpreter(gm, axis=axis, parameters=parameters, outputs=outputs)
+
+    def run(*args: Any) -> Any:
+        interpreter.specs.clear()
+        return interpreter.run(*args)
+
+    with fake_mode, fx_traceback.preserve_node_meta():
+        local = make_fx(run, pre_dispatch=True)(*inputs)
+    for node in local.graph.nodes:
+        if node.target is torch.ops.aten.randint.low and "recompute" in node.meta:
+            # The seed of a dropout mask: drawing it again would draw another mask.
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    local.graph.eliminate_dead_code()
+    local.recompile()
+    return local, interpreter.specs
+

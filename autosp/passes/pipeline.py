@@ -1,0 +1,113 @@
+"""The ordered list of passes from a captured graph to the program of one rank, with one reason a line.
+
+Each entry states what it requires and what it ensures; the order is validated before the first pass runs, so that a
+wrong list is an error of this file and never of a user's graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from ..errors import InternalError
+from ..layout import rules  # noqa: F401
+from ..layout.axis import Axis
+from ..layout.infer import Gathered, Source, infer_layouts
+from .functionalize_inplace import functionalize_inplace_pass
+from .localize import OutputSpec, localize_graph
+from .move_slices_up import move_slices_up_pass
+from .verify import verify_local_graph_pass
+
+
+@dataclass
+class Work:
+    """What the passes share: the graph at hand and what they were told and found."""
+
+    graph: fx.GraphModule
+    inputs: Sequence[Any]
+    axis: Axis
+    sources: Mapping[str, Source]
+    parameters: frozenset[str]
+    outputs: str
+    unsupported: str
+    fake_mode: Any
+    local_inputs: Sequence[Any] = ()
+    specs: list[OutputSpec] = field(default_factory=list)
+    gathered: list[Gathered] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One entry of the pipeline."""
+
+    name: str
+    run: Callable[[Work], None]
+    requires: frozenset[str]
+    ensures: frozenset[str]
+    reason: str
+
+
+def _functionalize(work: Work) -> None:
+    work.graph = functionalize_inplace_pass(work.graph)
+
+
+def _infer(work: Work) -> None:
+    work.gathered = infer_layouts(work.graph, axis=work.axis, sources=work.sources, unsupported=work.unsupported)
+
+
+def _move_slices_up(work: Work) -> None:
+    work.graph = move_slices_up_pass(work.graph, axis=work.axis)
+
+
+def _localize(work: Work) -> None:
+    work.graph, work.specs = localize_graph(
+        work.graph,
+        work.local_inputs,
+        axis=work.axis,
+        parameters=work.parameters,
+        outputs=work.outputs,
+        fake_mode=work.fake_mode,
+    )
+
+
+def _verify(work: Work) -> None:
+    work.graph = verify_local_graph_pass(work.graph, axis=work.axis, fake_inputs=work.local_inputs)
+
+
+def _pass(name: str, run: Callable[[Work], None], requires: Sequence[str], ensures: Sequence[str], reason: str) -> Pass:
+    return Pass(name, run, frozenset(requires), frozenset(ensures), reason)
+
+
+PIPELINE: tuple[Pass, ...] = (
+    _pass("functionalize_inplace", _functionalize, ["captured"], ["functional"], "rules see values, not storage"),
+    _pass("infer_layouts", _infer, ["functional"], ["layouts"], "every value gets its layout, every refusal comes here"),
+    _pass("move_slices_up", _move_slices_up, ["layouts"], ["sliced"], "whole values used by shards only are made as shards"),
+    _pass("localize", _localize, ["layouts"], ["local"], "the program of one rank, collectives included"),
+    _pass("verify", _verify, ["local"], ["verified"], "what a wrong rule would break is checked before it runs"),
+)
+
+
+def check_order(passes: Sequence[Pass], start: Sequence[str] = ("captured",)) -> None:
+    """Raise InternalError when a pass requires what no earlier pass ensures."""
+    have = set(start)
+    for entry in passes:
+        missing = entry.requires - have
+        if missing:
+            raise InternalError(f"pass {entry.name} requires {sorted(missing)}, which no earlier pass ensures")
+        have |= entry.ensures
+
+
+def run_pipeline(work: Work, passes: Sequence[Pass] = PIPELINE) -> Work:
+    """Run the passes in order on ``work``; each one's seconds are kept."""
+    check_order(passes)
+    for entry in passes:
+        start = time.perf_counter()
+        entry.run(work)
+        work.graph.graph.lint()
+        work.seconds[entry.name] = time.perf_counter() - start
+    return work

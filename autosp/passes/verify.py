@@ -1,0 +1,44 @@
+"""Last checks on the program of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from ..errors import InternalError
+from ..layout.axis import Axis
+
+COLLECTIVES = (
+    "autosp::all_gather_sequence",
+    "autosp::reduce_scatter_sequence",
+    "autosp::all_to_all",
+    "autosp::all_reduce_sum",
+    "autosp::aggregate_loss",
+)
+
+
+def collective_list(gm: fx.GraphModule) -> list[str]:
+    """Names of the collectives of a local program, in their order (those of its backward follow from them)."""
+    names = [getattr(getattr(n.target, "_schema", None), "name", "") for n in gm.graph.nodes if n.op == "call_function"]
+    edges = ("autosp::enter_sharded", "autosp::shard_sequence")
+    return [name for name in names if name in COLLECTIVES + edges]
+
+
+def verify_local_graph_pass(gm: fx.GraphModule, *, axis: Axis, fake_inputs: Sequence[Any]) -> fx.GraphModule:
+    """Rewrites: nothing.
+
+    Requires: a local program.
+    Ensures: every collective names the axis's own group, every node has a value, every collective is used.
+    Refuses: a program that breaks one of these (an error of autosp).
+    """
+    for node in gm.graph.nodes:
+        name = getattr(getattr(node.target, "_schema", None), "name", "")
+        if name not in COLLECTIVES:
+            continue
+        if axis.group not in node.args and axis.group not in node.kwargs.values():
+            raise InternalError(f"{node.format_node()} does not run over the group of axis {axis.name}")
+        if not node.users:
+            raise InternalError(f"{node.format_node()} is a collective whose result nobody uses")
+    return gm

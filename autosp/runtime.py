@@ -1,0 +1,111 @@
+"""What runs around the compiled program at each step: DTensors in and out, and the check that ranks got the same inputs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from .agreement import agree
+from .layout.axis import Axis
+from .mesh import AutoSPState
+from .passes.localize import OutputSpec
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An input that every rank of the group must get alike: its place among the arguments and its key."""
+
+    index: int
+    key: str
+
+
+def step_payload(args: Sequence[Any], checked: Sequence[Checked]) -> dict[str, bytes]:
+    """Digest of each checked input: dtype, shape and content."""
+    payload = {}
+    for item in checked:
+        tensor = args[item.index]
+        plain = tensor.detach().to("cpu").contiguous()
+        digest = hashlib.sha256(f"{plain.dtype}{tuple(plain.shape)}".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+        payload[item.key] = digest.digest()
+    return payload
+
+
+def describe(args: Sequence[Any], checked: Sequence[Checked]) -> str:
+    """Keys, dtypes and shapes of the checked inputs, for an error message."""
+    parts = [f"{c.key} {str(args[c.index].dtype).removeprefix('torch.')} {tuple(args[c.index].shape)}" for c in checked]
+    return ", ".join(parts)
+
+
+class LocalProgram:
+    """The compiled program of one rank, callable with the arguments of the graph that Dynamo made.
+
+    Args:
+        inner: the compiled local program.
+        specs: how each of its outputs becomes what the user gets.
+        axis: the sequence axis.
+        state: the mesh state.
+        checked: inputs compared over the group before each step; empty for none.
+        outputs: "dtensor", "full" or "local".
+        sharded_inputs: places of the arguments that arrive as DTensors, with the tensor dimension they are cut along.
+    """
+
+    def __init__(
+        self,
+        inner: Callable[..., Any],
+        specs: Sequence[OutputSpec],
+        axis: Axis,
+        state: AutoSPState,
+        checked: Sequence[Checked],
+        outputs: str,
+        sharded_inputs: Mapping[int, int],
+    ) -> None:
+        self.inner = inner
+        self.specs = list(specs)
+        self.axis = axis
+        self.state = state
+        self.checked = list(checked)
+        self.outputs = outputs
+        self.sharded_inputs = dict(sharded_inputs)
+
+    def __call__(self, *args: Any) -> list[Any]:
+        if self.checked:
+            agree(self.state, "step", step_payload(args, self.checked), detail=describe(args, self.checked))
+        if self.sharded_inputs:
+            args = tuple(self._to_local(i, arg) if i in self.sharded_inputs else arg for i, arg in enumerate(args))
+        results = self.inner(*args)
+        return [self._wrap(results, index, spec) for index, spec in enumerate(self.specs)]
+
+    def _to_local(self, index: int, arg: Any) -> torch.Tensor:
+        """Local rows of a DTensor, padded to the equal block that every rank holds inside."""
+        local = arg.to_local() if isinstance(arg, DTensor) else arg
+        dim = self.sharded_inputs[index]
+        missing = self.axis.block(arg.shape[dim]) - local.shape[dim]
+        if not missing:
+            return local
+        return torch.nn.functional.pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing])
+
+    def _wrap(self, results: Sequence[Any], index: int, spec: OutputSpec) -> Any:
+        value = results[index]
+        if spec.shard is None:
+            return value
+        length = int(results[spec.length_index])
+        block = self.axis.block(length)
+        held = max(0, min(block, length - self.axis.rank * block))
+        dim = spec.shard.dim
+        local = value if held == block else value.narrow(dim, 0, held)
+        if self.outputs == "local":
+            return local
+        shape = list(value.shape)
+        shape[dim] = length
+        stride = torch.empty(shape, device="meta").stride()
+        mesh = self.state.mesh["sp"]
+        return DTensor.from_local(
+            local.contiguous(), mesh, [ShardPlacement(dim)], run_check=False, shape=torch.Size(shape), stride=stride
+        )
