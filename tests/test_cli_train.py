@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -33,16 +34,19 @@ TINY = {
 }
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> list[str]:
-    """Options of a run that is as small as it gets."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+def tiny_options(folder: Path) -> list[str]:
+    """Options of a run that is as small as it gets; its model and text are written into `folder`."""
+    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     return [
-        *("--model", str(tmp_path / "model" / "config.json"), "--data", str(tmp_path / "text.txt")),
+        *("--model", str(folder / "config.json"), "--data", str(folder / "text.txt")),
         *("--seq-len", "32", "--inner-backend", "eager", "--lr", "1e-2", "--device", "cpu"),
     ]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> list[str]:
+    return tiny_options(tmp_path)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -89,15 +93,21 @@ def curve(run: Path) -> list[tuple[int, float, float, int]]:
     return [(row["step"], row["loss"], row["grad_norm"], row["samples"]) for row in rows]
 
 
-@pytest.mark.timeout(TIMEOUT + 30)
-def test_a_resumed_run_continues_the_same_curve(tmp_path: Path, tiny: list[str]) -> None:
-    """Three runs in one process that takes itself for a rank of torchrun: 6 steps; 3 steps; the other 3."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Four runs in one process that takes itself for torchrun's only rank: starting takes longest."""
+    folder = tmp_path_factory.mktemp("alone")
+    options = tiny_options(folder)
+    accumulating = folder / "accumulating.json"
+    accumulating.write_text(json.dumps({"gradient_accumulation_steps": 2}))
+    out = {name: str(folder / name) for name in ("whole", "parts", "batch_of_two")}
     runs = [
-        ["train", *tiny, "--steps", "6", "--out", str(whole)],
-        ["train", *tiny, "--steps", "3", "--out", str(parts)],
-        ["train", "--resume", str(parts), "--steps", "6"],
+        ["train", *options, "--steps", "6", "--out", out["whole"]],
+        ["train", *options, "--steps", "3", "--out", out["parts"]],
+        ["train", "--resume", out["parts"], "--steps", "6"],
+        ["train", *options, "--steps", "4", "--out", out["batch_of_two"], "--batch-size", "2"],
     ]
+    runs[-1] += ["--config", str(accumulating)]
     script = (
         "import json, sys\nfrom autosp.cli.main import main\n"
         "for run in json.loads(sys.argv[1]):\n"
@@ -107,32 +117,37 @@ def test_a_resumed_run_continues_the_same_curve(tmp_path: Path, tiny: list[str])
     command = [sys.executable, "-c", script, json.dumps(runs)]
     done = subprocess.run(command, env=environment(**rank), capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [step for step, *_ in curve(whole)] == [1, 2, 3, 4, 5, 6]
-    assert curve(parts) == curve(whole)
-    assert curve(whole)[-1][1] < curve(whole)[0][1]
-    assert "difference" in done.stdout
-    assert f"autosp train --resume {parts} --steps 12" in done.stdout
+    return SimpleNamespace(text=done.stdout, **{name: Path(path) for name, path in out.items()})
 
 
+@pytest.mark.timeout(TIMEOUT + 30)
+def test_a_resumed_run_continues_the_same_curve(alone: SimpleNamespace) -> None:
+    whole = curve(alone.whole)
+    assert [step for step, *_ in whole] == [1, 2, 3, 4, 5, 6]
+    assert curve(alone.parts) == whole
+    assert whole[-1][1] < whole[0][1]
+    assert "difference" in alone.text
+    assert f"autosp train --resume {alone.parts} --steps 12" in alone.text
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT)
-def test_two_groups_under_torchrun_train_like_one_with_both_batches(tmp_path: Path, tiny: list[str]) -> None:
+def test_two_groups_under_torchrun_train_like_one_with_both_batches(
+    tmp_path: Path, tiny: list[str], alone: SimpleNamespace
+) -> None:
     """dp=2 sees in two groups what one process sees as a batch of 2, so that the curves are one."""
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"data_parallel_size": 2, "gradient_accumulation_steps": 2}))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    for name, processes, more in (("two", "2", []), ("one", "1", ["--batch-size", "2"])):
-        if name == "one":
-            config.write_text(json.dumps({"gradient_accumulation_steps": 2}))
-        command = [*torchrun, processes, "-m", "autosp.cli.main", "train", *tiny, "--config", str(config)]
-        command += ["--steps", "4", "--out", str(tmp_path / name), *more]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, env=environment(), stdout=pipe, stderr=subprocess.STDOUT, text=True)
-        text = finish(process)
-        assert process.returncode == 0, text
-    two, one = curve(tmp_path / "two"), curve(tmp_path / "one")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "autosp.cli.main", "train"]
+    command += [*tiny, "--config", str(config), "--steps", "4", "--out", str(tmp_path / "two")]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=environment(), stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    text = finish(process)
+    assert process.returncode == 0, text
+    two, one = curve(tmp_path / "two"), curve(alone.batch_of_two)
     assert [row[3] for row in two] == [4, 8, 12, 16]
-    assert [row[3] for row in one] == [4, 8, 12, 16]
     for mine, reference in zip(two, one, strict=True):
+        assert mine[3] == reference[3]
         assert mine[1:3] == pytest.approx(reference[1:3], rel=1e-4)
 
 

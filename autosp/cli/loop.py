@@ -130,9 +130,10 @@ class Trainer:
         """
         difference = abs(loss - reference)
         wrong = not difference <= TOLERANCE[self.settings.dtype] * max(abs(reference), 1e-6)
+        ranks = self.parallel.sp_size
+        split = f"over {ranks} ranks" if ranks > 1 else "compiled"
         text = (
-            f"loss of the first batch: {reference:.7f} in one process, {loss:.7f} over {self.parallel.sp_size} ranks, "
-            f"difference {difference:.1e}"
+            f"loss of the first batch: {reference:.7f} in one process, {loss:.7f} {split}, difference {difference:.1e}"
         )
         if self.parallel.from_first(wrong):
             raise InternalError(f"{text}: more than rounding explains. Nothing was trained; please report the model")

@@ -20,7 +20,7 @@ from autosp.cli.settings import (
     parse_size,
     read_json,
 )
-from autosp.errors import ConfigError
+from autosp.errors import AutoSPError, ConfigError
 
 # What a resumed run may change without becoming another run; everything else comes from the run folder.
 _FREE_ON_RESUME = ("nproc", "steps", "lr", "save_every", "inner_backend", "debug", "device", "compare")
@@ -275,7 +275,8 @@ def _as_rank(settings: TrainSettings, notes: list[str]) -> int:
     except Exception as error:
         worker.write_traceback(settings, error)
         cause, code = worker.exit_code(error)
-        print(f"autosp: error on rank {rank}: {' '.join(str(cause).split())}", file=sys.stderr, flush=True)
+        kind = "" if isinstance(cause, AutoSPError) else f"{type(cause).__name__}: "
+        print(f"autosp: error on rank {rank}: {kind}{' '.join(str(cause).split())}", file=sys.stderr, flush=True)
         # not an exception: the interpreter's end would wait for collectives that the other ranks no longer join
         os._exit(code)
     return 0

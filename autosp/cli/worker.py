@@ -87,9 +87,9 @@ def _agree(settings: TrainSettings, parallel: Parallel) -> TrainSettings:
 
 
 def _describe(settings: TrainSettings, parallel: Parallel) -> str:
-    backend = "NCCL on GPUs" if settings.device == "cuda" else "gloo on CPU"
+    backend = "GPU (NCCL)" if settings.device == "cuda" else "CPU process (gloo)"
     return (
-        f"{settings.model or 'built-in small Llama'}: {parallel.world} processes ({backend}), "
+        f"{settings.model or 'built-in small Llama'}: {parallel.world} x {backend}, "
         f"dp {parallel.dp_size} x sp {parallel.sp_size}, {settings.seq_len} tokens a sequence, {settings.dtype}, "
         f"inner backend {settings.inner_backend}"
     )
@@ -210,7 +210,10 @@ def _restore(rng: dict[str, Any]) -> None:
 def _say_compile_times(speaks: Silent, step_seconds: float) -> None:
     from autosp.backend import compile_times
 
-    own = compile_times()["autosp_s"]
+    own = compile_times().get("autosp_s")
+    if own is None:
+        # one rank: the plain model was compiled, and there was nothing to partition
+        return
     share = own / step_seconds
     speaks.line(f"autosp's own passes took {own:.2f} s of the {step_seconds:.1f} s of the first step ({share:.0%})")
 
