@@ -22,7 +22,7 @@ from autosp.cli.loop import Trainer, peak_bytes
 from autosp.cli.parallel import Parallel, start
 from autosp.cli.progress import Silent, reporter
 from autosp.cli.settings import TrainSettings
-from autosp.errors import AutoSPError, InputError, InternalError, RankMismatchError
+from autosp.errors import AutoSPError, ConfigError, InputError, InternalError, RankMismatchError
 
 _LAST = 10
 
@@ -77,6 +77,8 @@ def _agree(settings: TrainSettings, parallel: Parallel) -> TrainSettings:
     settings = TrainSettings.from_dict(parallel.from_first(asdict(settings)), origin="rank 0's settings")
     out = Path(settings.out)
     if parallel.first:
+        if settings.resume is None and (out / "metrics.jsonl").exists():
+            raise ConfigError(f"--out {out} holds a run: choose another, or go on with it by --resume {out}")
         out.mkdir(parents=True, exist_ok=True)
         settings.write(out / "run.json")
     parallel.barrier()
