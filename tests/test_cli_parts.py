@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from autosp.cli import checkpoint, corpus, launch, main, metrics, models, progress, settings, train
+from autosp.cli import checkpoint, corpus, launch, loop, main, metrics, models, progress, settings, train, worker
 from autosp.cli.batches import Batches
-from autosp.errors import ConfigError, InputError
+from autosp.errors import ConfigError, InputError, InternalError, RankMismatchError, UnsupportedGraphError
 
 # --- text to tokens
 
@@ -231,6 +231,62 @@ def test_learned_positions_limit_the_length_and_rotary_ones_do_not() -> None:
         models.check_length(GPT2Config(n_positions=64), 65)
     models.check_length(GPT2Config(n_positions=64), 64)
     models.check_length(LlamaConfig(max_position_embeddings=64), 65)
+
+
+def test_dropout_is_found_in_modules_and_in_the_configuration() -> None:
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+    sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    gpt2 = GPT2Config(vocab_size=16, n_embd=16, n_layer=1, n_head=2, n_positions=8)
+    assert models.has_dropout(AutoModelForCausalLM.from_config(gpt2))
+    assert models.has_dropout(AutoModelForCausalLM.from_config(LlamaConfig(**sizes, attention_dropout=0.1)))
+    assert not models.has_dropout(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)))
+
+
+# --- what stops a run
+
+
+def trainer(**more: object) -> loop.Trainer:
+    """A trainer that has come to step 7 and has no model: what it checks needs none."""
+    parallel = SimpleNamespace(first=True, sp_size=2, dp_size=1, from_first=lambda value: value)
+    parts = dict.fromkeys(("model", "compiled", "optimizer", "batches"))
+    position = checkpoint.Position(step=7, samples=0, digest="")
+    return loop.Trainer(settings.TrainSettings(out="x", **more), parallel, position=position, **parts)
+
+
+def test_a_loss_that_differs_from_one_process_stops_before_training() -> None:
+    assert "difference 1.0e-06" in trainer().compare(2.0, 2.000001)
+    for dtype, loss in (("fp32", 2.001), ("bf16", 2.1), ("fp32", float("nan"))):
+        with pytest.raises(InternalError, match="Nothing was trained"):
+            trainer(dtype=dtype).compare(2.0, loss)
+    assert "difference" in trainer(dtype="bf16").compare(2.0, 2.001)
+
+
+def test_a_loss_that_is_not_finite_names_the_step() -> None:
+    with pytest.raises(InputError, match="the loss is nan at step 8: lower --lr"):
+        trainer()._check_losses(torch.tensor([1.0, float("nan")], dtype=torch.float64))
+
+
+def test_speed_leaves_the_compiling_step_out() -> None:
+    one = trainer(steps=100, seq_len=10)
+    speeds = [
+        one.describe({"step": step, "loss": 1.0, "seconds": seconds}, 0).tokens_per_s
+        for step, seconds in enumerate([100.0] + [0.5] * 30, 1)
+    ]
+    assert speeds == [0.1] + [20.0] * 30
+
+
+def test_what_a_backend_raises_is_found_inside_what_dynamo_raises() -> None:
+    def refuse(gm: object, inputs: object) -> None:
+        raise UnsupportedGraphError("no rule", operator="aten.cumsum")
+
+    with pytest.raises(Exception, match="no rule") as raised:
+        torch.compile(torch.sin, backend=refuse)(torch.ones(2))
+    found, code = worker.exit_code(raised.value)
+    assert isinstance(found, UnsupportedGraphError)
+    assert code == 2
+    assert worker.exit_code(RankMismatchError("x"))[1] == 1
+    assert worker.exit_code(KeyError("x"))[1] == 1
 
 
 # --- checkpoints

@@ -58,6 +58,7 @@ class Trainer:
         self.batches = batches
         self.position = position
         self._seconds: list[float] = []
+        self._described = 0
 
     @property
     def samples_per_step(self) -> int:
@@ -192,9 +193,11 @@ class Trainer:
 
     def describe(self, row: dict[str, Any], peak: int) -> StepReport:
         """Return `row` as the progress bar shows it: speed and time left from recent steps, the first left out."""
-        self._seconds = [*self._seconds, row["seconds"]][-_RECENT:]
-        recent = self._seconds[1:] if 1 < len(self._seconds) < _RECENT else self._seconds
-        each = sum(recent) / len(recent)
+        # the first step compiled: it counts only while there is no other
+        earlier = self._seconds if self._described > 1 else []
+        self._seconds = [*earlier, row["seconds"]][-_RECENT:]
+        self._described += 1
+        each = sum(self._seconds) / len(self._seconds)
         return StepReport(
             step=row["step"],
             loss=row["loss"],

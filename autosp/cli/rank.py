@@ -10,8 +10,12 @@ from autosp.cli.progress import reporter
 
 def main() -> None:
     """Import the heavy libraries under a sign of life, then run the rank."""
-    with reporter(os.environ.get("RANK") == "0").stage("Importing torch and transformers"):
-        from autosp.cli import worker
+    try:
+        with reporter(os.environ.get("RANK") == "0").stage("Importing torch and transformers"):
+            from autosp.cli import worker
+    except KeyboardInterrupt:
+        # as a rank that is interrupted later, before its first step: no traceback, there is nothing to save
+        os._exit(130)
     worker.main(sys.argv[1])
 
 

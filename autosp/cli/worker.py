@@ -110,7 +110,8 @@ def _build(settings: TrainSettings, parallel: Parallel, speaks: Silent) -> tuple
         model.to(parallel.device)
         parallel.broadcast_parameters(model)
         detail(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
-    tokenizer = models.load_tokenizer(settings.model, model.config)
+    # a checkpoint brings its tokenizer: the model that the run began with may be gone
+    tokenizer = models.load_tokenizer(str(resume) if resume else settings.model, model.config)
     tokens, digest = _tokens(settings, parallel, tokenizer, speaks)
     position = checkpoint.read_position(resume) if resume else Position(step=0, samples=0, digest=digest)
     if position.digest != digest:
