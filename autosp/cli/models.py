@@ -66,11 +66,21 @@ def load_model(spec: str | None) -> Any:
     Raises:
         InputError: transformers cannot read it; the reason is in the message.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if spec is None:
         return AutoModelForCausalLM.from_config(builtin_config()).train()
+    model = _read_model(spec)
+    # Some classes (GPT-2's) leave the loss to a default and log so at each call, which would break the graph between
+    # logits and loss; said once here, the same function is simply set.
+    model.loss_function = model.loss_function
+    return model.train()
+
+
+def _read_model(spec: str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     path = Path(spec)
     try:
         if path.is_dir():
@@ -81,7 +91,7 @@ def load_model(spec: str | None) -> Any:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InputError(f"--model {spec}: transformers cannot read it: {' '.join(str(error).split())}") from error
-    return model.train()
+    return model
 
 
 def _plain(loaded: Any) -> Any:
