@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autosp.dynamo_settings import ignore_transformers_warnings
 from autosp.errors import InputError
 
 TAG = "tag"
@@ -164,6 +165,7 @@ def recognise(name: str, ndim: int) -> tuple[str, int] | None:
 
 def _tag_all(tensors: dict[str, Any], seq_dim: SequenceDim) -> None:
     """Check every tensor, then tag every tensor."""
+    ignore_transformers_warnings()
     for key, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{key} is a {type(tensor).__name__}; a torch.Tensor is expected")

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autosp.agreement import agree
 from autosp.config import AutoSPConfig
+from autosp.dynamo_settings import ignore_transformers_warnings
 from autosp.errors import ConfigError, InputError
 
 __all__ = ["AXES", "AutoSPState", "agree", "current", "initialize", "reset", "select", "use"]
@@ -104,6 +105,7 @@ def initialize(
         RankMismatchError: `model` differs within a sequence group.
     """
     global _current
+    ignore_transformers_warnings()
     world_size = _world_size()
     if isinstance(config, AutoSPConfig):
         config = config.for_world(world_size)

@@ -217,7 +217,7 @@ def _home_of(call: OpCall, strategy: Strategy) -> Any:
     values = [value for _, value in call.values()]
     if not any(value.home is not None for value in values):
         return _map_output(strategy.output, _as_shard)
-    if all(same_placement(value.placement, _at_home(value)) for value in values):
+    if _stays(call, strategy) and all(same_placement(value.placement, _at_home(value)) for value in values):
         return _map_output(strategy.output, _as_shard)
     rule = find_rule(call.target)
     none = _map_output(strategy.output, lambda _: None)
@@ -228,6 +228,17 @@ def _home_of(call: OpCall, strategy: Strategy) -> Any:
     except Refusal:
         return none
     return _map_output(at_home.output, _as_shard)
+
+
+def _stays(call: OpCall, strategy: Strategy) -> bool:
+    """The strategy takes its operands as they are, so it keeps tokens where they were."""
+    for name, value in call.values():
+        needed = strategy.inputs.get(name, REPLICATE)
+        if isinstance(needed, (list, tuple)):
+            continue
+        if not same_placement(needed, value.placement):
+            return False
+    return True
 
 
 def _map_output(output: Any, function: Any) -> Any:

@@ -49,12 +49,30 @@ def redistribute(
         return x
     if isinstance(current, Replicate):
         return ops.shard_sequence(x, *_cut_args(needed), fill, axis.group)
+    if isinstance(needed, Replicate) and _is_short_window(current):
+        x = ops.all_reduce_sum(read_window(x, current, axis), axis.group)
+        return ops.enter_sharded(x, "sum", axis.group) if partial_grad and x.requires_grad else x
     if isinstance(needed, Replicate):
         return ops.all_gather_sequence(x, *_cut_args(current), partial_grad, axis.group)
     if current.dim != needed.dim and current.is_unfactored and needed.is_plain:
         return exchange(x, current, needed, axis)
-    whole = ops.all_gather_sequence(x, *_cut_args(current), False, axis.group)
+    whole = redistribute(x, current, Replicate(), axis, dtype=dtype)
     return ops.shard_sequence(whole, *_cut_args(needed), fill, axis.group)
+
+
+def _is_short_window(shard: Shard) -> bool:
+    """A window of a fixed number of rows, out of a sequence whose length is open."""
+    fixed = isinstance(shard.size, int) and not isinstance(shard.length, int)
+    return fixed and shard.is_unfactored and not shard.is_full
+
+
+def read_window(x: torch.Tensor, shard: Shard, axis: Axis) -> torch.Tensor:
+    """The whole window with this rank's rows in place and zeros elsewhere: its traffic is that of the window alone."""
+    block = axis.block(shard.length)
+    row = torch.arange(shard.size, device=x.device) + shard.start - axis.rank * block
+    mine = ((row >= 0) & (row < block)).reshape([-1] + [1] * (x.dim() - 1 - shard.dim))
+    taken = x.index_select(shard.dim, row.clamp(0, block - 1))
+    return torch.where(mine, taken, torch.zeros_like(taken))
 
 
 def exchange(x: torch.Tensor, current: Shard, needed: Shard, axis: Axis) -> torch.Tensor:
