@@ -117,6 +117,8 @@ def test_too_little_text_is_refused() -> None:
         (["--config", "{tmp}/none.json"], "there is no file"),
         (["--config", "{tmp}/broken.json"], "is not valid JSON"),
         (["--config", "{tmp}/list.json"], "an object {...} is needed"),
+        (["--config", "{tmp}/colour.json"], "unknown 'colour'"),
+        (["--config", "{tmp}/sizes.json", "--nproc", "3", "--device", "cpu"], "do not cover a world of 3"),
         (["--out", "{tmp}/run"], "exists: choose another"),
         (["--resume", "/nonexistent"], "there is no such run folder"),
         (["--resume", "{tmp}/run"], "no complete checkpoint"),
@@ -132,6 +134,8 @@ def test_wrong_arguments_are_one_line_and_code_2(
     (tmp_path / "run" / "run.json").write_text("{}")
     (tmp_path / "broken.json").write_text('{"a": }')
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "colour.json").write_text('{"autosp": {"colour": 1}}')
+    (tmp_path / "sizes.json").write_text('{"sequence_parallel_size": 2}')
     (tmp_path / "picture.png").write_text("")
     with pytest.raises(SystemExit) as stopped:
         main.main(["train", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)])

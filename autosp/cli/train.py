@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -165,7 +166,18 @@ def _fresh(given: dict[str, Any], notes: list[str]) -> TrainSettings:
     folder = Path(values["out"])
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not launch.under_launcher():
         raise ConfigError(f"--out {folder} exists: choose another, or go on with it by --resume {folder}")
+    if not launch.under_launcher():
+        _check_engine_config(engine, values["nproc"])
     return TrainSettings(config=engine, **values)
+
+
+def _check_engine_config(engine: dict[str, Any], nproc: int) -> None:
+    """Raise what ``autosp.initialize`` would raise, before any process is started; rank 0 says what it warns of."""
+    from autosp import AutoSPConfig
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        AutoSPConfig.from_json(engine, nproc)
 
 
 def _free_folder() -> str:
