@@ -25,8 +25,13 @@ _SKIPPED_IN_STANDARD_LIBRARY = {"site-packages", "dist-packages", "test", "tests
 class Tokenizer(Protocol):
     """What the corpus needs of a tokenizer."""
 
-    name: str
-    vocab_size: int
+    @property
+    def name(self) -> str:
+        """What it is called in the description of the tokens."""
+
+    @property
+    def vocab_size(self) -> int:
+        """All ids are below it."""
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Return the ids of each document, its end mark included."""

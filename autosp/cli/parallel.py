@@ -125,6 +125,8 @@ def start(config: dict[str, Any], *, device: str) -> Parallel:
     state = autosp.initialize(config, device_type=device)
     if state.sizes["tp"] > 1:
         raise ConfigError('autosp train splits the sequence only: take "tensor_parallel" out of the configuration')
+    # a mesh is missing only where no launcher's environment was found, and then there is no process group either
+    assert state.mesh is not None
     return Parallel(
         rank=dist.get_rank(),
         world=dist.get_world_size(),

@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,30 +179,31 @@ def _train(trainer: Trainer, rows: Any, stop: StopRequest, speaks: Silent, token
 def _first_step(trainer: Trainer, speaks: Silent, rng: dict[str, Any]) -> dict[str, Any]:
     """Do the step that compiles, its loss compared with the loss in one process before anything is changed."""
     settings, parallel = trainer.settings, trainer.parallel
-    reference = None
+    reference: float | None = None
     if settings.compare:
         with speaks.stage("Computing the loss in one process"):
             reference = parallel.from_first(trainer.reference_loss())
         if reference is None:
             speaks.line("not compared with one process: the whole sequence does not fit into its memory")
 
-    def check(loss: float) -> None:
-        speaks.line(trainer.compare(reference, loss))
-
     check_in_step = None
     if reference is not None and models.has_dropout(trainer.model):
         with speaks.stage("Computing the loss over the ranks, dropout off"):
             loss = trainer.evaluated_loss()
-        check(loss)
+        speaks.line(trainer.compare(reference, loss))
         # so that the comparison leaves no mark on the run
         _restore(rng)
     elif reference is not None:
-        check_in_step = check
+        check_in_step = partial(_check_in_step, trainer, speaks, reference)
     begin = time.perf_counter()
     with speaks.stage(f"Compiling and running the first step ({settings.inner_backend})"):
         row = trainer.step(check_in_step)
     _say_compile_times(speaks, time.perf_counter() - begin)
     return row
+
+
+def _check_in_step(trainer: Trainer, speaks: Silent, reference: float, loss: float) -> None:
+    speaks.line(trainer.compare(reference, loss))
 
 
 def _restore(rng: dict[str, Any]) -> None:
