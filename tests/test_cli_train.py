@@ -17,7 +17,7 @@ import pytest
 
 from autosp.cli import metrics
 
-TIMEOUT = 150
+TIMEOUT = 300
 ROOT = str(Path(__file__).resolve().parents[1])
 TINY = {
     "architectures": ["LlamaForCausalLM"],
