@@ -6,6 +6,7 @@ and Inductor, or another inner backend. Found by name through the entry point gr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -21,7 +22,7 @@ from . import mesh
 from .agreement import agree
 from .capture import capture_graph, fake_inputs
 from .custom_ops import collectives, loss  # noqa: F401
-from .errors import UnsupportedGraphError
+from .errors import RankMismatchError, UnsupportedGraphError
 from .layout.axis import Axis
 from .layout.infer import Source
 from .layout.placement import Shard
@@ -67,8 +68,9 @@ def autosp_backend(
         work, found = _partition(gm, example_inputs, state)
         payload = {"graph": _graph_text(gm, example_inputs), "collectives": repr(collective_list(work.graph)).encode()}
     except Exception:
-        # The others must not wait for a rank that refuses what they accept.
-        agree(state, "refused", b"")
+        # The others must not wait for a rank that refuses what they accept; this rank's own error tells more.
+        with contextlib.suppress(RankMismatchError):
+            agree(state, "refused", b"")
         raise
     agree(state, "compile", payload, detail=_shapes(example_inputs, found))
     own = time.perf_counter() - start

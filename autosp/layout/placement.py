@@ -157,19 +157,17 @@ def map_view(shard: Shard, source: Sequence[IntLike], target: Sequence[IntLike])
     """Follow a cut through a row-major reshape from sizes ``source`` to sizes ``target``.
 
     The flat index of an element is ``((o * size) + n) * inner + i``; a reshape keeps it, so the target dimension that holds
-    ``n`` is found by dividing the target's own strides out of ``inner``. This is index arithmetic, exact whatever the sizes
-    are; when it cannot be proven with the symbols at hand, or ``n`` is split over two dimensions, the answer is None.
+    ``n`` is the one whose own strides leave whole factors of ``outer`` in front of ``n`` and of ``inner`` behind it. This is
+    index arithmetic, exact whatever the sizes are; when it cannot be proven with the symbols at hand, or ``n`` is split over
+    two dimensions, the answer is None. Sizes are never divided by ``size``: symbolic windows do not divide provably.
     """
-    inner = shard.inner * product(source[shard.dim + 1 :])
+    outer = settled(product(source[: shard.dim]) * shard.outer)
+    inner = settled(shard.inner * product(source[shard.dim + 1 :]))
     for dim in reversed(range(len(target))):
-        size = target[dim]
-        if known_equal(inner, 1) and known_equal(size, 1) and not known_equal(shard.size, 1):
+        before, after = product(target[:dim]), product(target[dim + 1 :])
+        if not (known_divides(before, outer) and known_divides(after, inner)):
             continue
-        if not known_equal(inner, 1) and known_divides(size, inner):
-            inner = settled(inner // size)
-            continue
-        block = shard.size * inner
-        if not known_divides(block, size):
-            return None
-        return replace(shard, dim=dim, outer=size // block, inner=inner)
+        new_outer, new_inner = outer // before, inner // after
+        if known_equal(target[dim], new_outer * shard.size * new_inner):
+            return replace(shard, dim=dim, outer=new_outer, inner=new_inner)
     return None

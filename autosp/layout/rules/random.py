@@ -31,7 +31,9 @@ def uniform_bits(seed: torch.Tensor, shape, rank: int, device: torch.device) -> 
     for size in shape:
         count = count * size
     index = torch.arange(count, device=device, dtype=torch.int64).reshape(shape)
-    key = _mix(seed + (rank + 1) * _GOLDEN)
+    # Python's integers do not wrap; the increment is wrapped to 64 bits here as the tensors' own arithmetic is.
+    increment = ((rank + 1) * _GOLDEN + 2**63) % 2**64 - 2**63
+    key = _mix(seed + increment)
     return (_mix(_mix(index + key) ^ key) >> 20) & 0xFFFFFF
 
 
