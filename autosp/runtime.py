@@ -1,4 +1,6 @@
-"""What runs around the compiled program at each step: DTensors in and out, and the check that ranks got the same inputs."""
+"""What runs around the compiled program at each step: DTensors in and out, and the check that ranks got the same
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import torch
 
 from .agreement import agree
 from .layout.axis import Axis
+from .layout.outputs import OutputSpec
 from .mesh import AutoSPState
-from .passes.localize import OutputSpec
 from .sequence_tensor import ToLocal, from_local
 
 

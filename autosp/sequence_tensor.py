@@ -1,9 +1,10 @@
 """A DTensor that a compiled graph may take in as the whole value that it stands for.
 
-What a graph returns sharded is a DTensor for everybody. When Dynamo traces the next graph (after a graph break, or in the next
-layer compiled by itself), operators of that graph mix it with plain parameters, which DTensor's own operators refuse. There
-only the whole value's shape and dtype matter: the layout inference that follows knows how it is sharded. So under a
-trace every operator on a ``SequenceTensor`` computes with whole fakes; outside a trace it is an ordinary DTensor.
+What a graph returns sharded is a DTensor for everybody. When Dynamo traces the next graph (after a graph break, or in
+the next layer compiled by itself), operators of that graph mix it with plain parameters, which DTensor's own
+operators refuse. There only the whole value's shape and dtype matter: the layout inference that follows knows how it
+is sharded. So under a trace every operator on a ``SequenceTensor`` computes with whole fakes; outside a trace it is
+an ordinary DTensor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-
 # What torch itself calls while it makes a fake of an input; it must stay the input that it is.
 _KEEPING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -27,12 +27,14 @@ class SequenceTensor(DTensor):
     """A DTensor cut over the sequence axis; see the module's docstring."""
 
     @staticmethod
-    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> SequenceTensor:
+    def __tensor_unflatten__(
+        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> SequenceTensor:
         plain = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         return SequenceTensor(plain._local_tensor, plain._spec, requires_grad=plain.requires_grad)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         flat, spec = tree_flatten((tuple(args), dict(kwargs or {})))
@@ -89,12 +91,18 @@ class _FromLocal(torch.autograd.Function):
         return grad, None, None, None
 
 
+def _cut_dim(x: DTensor) -> int:
+    (placement,) = x.placements
+    assert isinstance(placement, ShardPlacement)
+    return placement.dim
+
+
 class ToLocal(torch.autograd.Function):
     """Local rows of a ``SequenceTensor``; the gradient goes back as one."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
-        ctx.mesh, ctx.dim, ctx.shape = x.device_mesh, x.placements[0].dim, tuple(x.shape)
+        ctx.mesh, ctx.dim, ctx.shape = x.device_mesh, _cut_dim(x), tuple(x.shape)
         return x._local_tensor.detach()
 
     @staticmethod

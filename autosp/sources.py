@@ -105,7 +105,7 @@ def _add_dtensor(found: InputSources, index: int, value: DTensor, axis: Axis) ->
         raise UnsupportedGraphError(
             f"an input is a DTensor with placements {value.placements} over a mesh of {value.device_mesh.size()}",
             operator="autosp",
-            remedy=f"pass plain tensors, or DTensors sharded over the one-dimensional {axis.name!r} mesh of {axis.size}",
+            remedy=f"pass plain tensors, or DTensors sharded over the {axis.name!r} mesh of {axis.size} ranks",
         )
     shape = list(value.shape)
     cut = shard_of_dim(shape, placement.dim)
@@ -126,6 +126,6 @@ def _nothing_found(placeholders: Sequence[fx.Node], fakes: Sequence[Any]) -> Non
     raise UnsupportedGraphError(
         "no input of this graph is known to run over the sequence; its inputs are: " + ", ".join(inputs or ["none"]),
         operator="autosp",
-        remedy="tag them with autosp.prepare_autosp_inputs(...) or autosp.prepare_batch(...), or call the model with the "
-        "argument names of Hugging Face forwards (input_ids, inputs_embeds, labels, position_ids, attention_mask)",
+        remedy="tag them with autosp.prepare_autosp_inputs(...) or autosp.prepare_batch(...), or call the model with "
+        "the argument names of Hugging Face forwards (input_ids, inputs_embeds, labels, position_ids, attention_mask)",
     )

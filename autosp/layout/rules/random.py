@@ -1,8 +1,9 @@
 """Dropout and other random operators.
 
-A counter-based generator (two rounds of a 64-bit finaliser over a per-call seed, the rank and the element's index) draws the
-mask with pointwise operators only. The seed is one integer drawn from torch's own generator, so ``torch.manual_seed``
-reproduces a run; the mask is a function of the seed, so recomputation repeats it; shards differ by their rank.
+A counter-based generator (two rounds of a 64-bit finaliser over a per-call seed, the rank and the element's index)
+draws the mask with pointwise operators only. The seed is one integer drawn from torch's own generator, so
+``torch.manual_seed`` reproduces a run; the mask is a function of the seed, so recomputation repeats it; shards differ
+by their rank.
 """
 
 from __future__ import annotations
@@ -53,11 +54,15 @@ def drop(x: torch.Tensor, p: float, seed: torch.Tensor, rank: int) -> torch.Tens
 
 @register_rule(aten.dropout.default)
 def dropout_rule(call: OpCall) -> Strategy:
-    """Each rank drops elements of its own tokens from a stream of its own; a whole value is dropped alike everywhere."""
+    """Each rank drops elements of its own tokens from a stream of its own; a whole value is dropped alike
+    everywhere.
+    """
     value: Value = call["input"]
     shard: Shard | None = value.shard
     if not call["train"] or call["p"] == 0:
-        return Strategy(inputs={"input": value.placement}, output=value.placement, local=lambda c, local: local["input"])
+        return Strategy(
+            inputs={"input": value.placement}, output=value.placement, local=lambda c, local: local["input"]
+        )
     p = call["p"]
 
     def local_drop(c: OpCall, local: dict):
