@@ -87,7 +87,7 @@ def _view_places(node: fx.Node) -> dict[int, int] | None:
     if name in ("aten::squeeze", "aten::view", "aten::reshape"):
         return _same_sizes(source, result)
     if name == "aten::transpose":
-        i, j = int(node.args[1]) % rank, int(node.args[2]) % rank  # type: ignore[arg-type]
+        i, j = int(node.args[1]) % rank, int(node.args[2]) % rank
         swap = {i: j, j: i}
         return {d - rank: swap.get(d, d) - rank for d in range(rank)}
     return None
