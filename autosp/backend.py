@@ -1,11 +1,13 @@
 """The Dynamo backend ``autosp``: the one place that wires the road of a graph.
 
-Dynamo graph -> pre-dispatch ATen graph (``capture``) -> passes (``passes.pipeline``) -> the program of one rank -> AOTAutograd
-and Inductor, or another inner backend. Found by name through the entry point group ``torch_dynamo_backends``.
+Dynamo graph -> pre-dispatch ATen graph (``capture``) -> passes (``passes.pipeline``) -> the program of one rank ->
+AOTAutograd and Inductor, or another inner backend. Found by name through the entry point group
+``torch_dynamo_backends``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -21,14 +23,11 @@ from . import mesh
 from .agreement import agree
 from .capture import capture_graph, fake_inputs
 from .custom_ops import collectives, loss  # noqa: F401
-from .errors import UnsupportedGraphError
+from .errors import RankMismatchError
 from .layout.axis import Axis
-from .layout.infer import Source
-from .layout.placement import Shard
 from .layout.registry import find_rule
 from .mesh import AutoSPState
 from .passes.pipeline import Work, run_pipeline
-from .passes.verify import collective_list
 from .runtime import Checked, LocalProgram
 from .sources import InputSources, find_sources
 
@@ -65,20 +64,21 @@ def autosp_backend(
     start = time.perf_counter()
     try:
         work, found = _partition(gm, example_inputs, state)
-        payload = {"graph": _graph_text(gm, example_inputs), "collectives": repr(collective_list(work.graph)).encode()}
+        payload = {"graph": _graph_text(gm, example_inputs), "collectives": repr(work.collectives).encode()}
     except Exception:
-        # The others must not wait for a rank that refuses what they accept.
-        agree(state, "refused", b"")
+        # The others must not wait for a rank that refuses what they accept; this rank's own error tells more.
+        with contextlib.suppress(RankMismatchError):
+            agree(state, "refused", b"")
         raise
     agree(state, "compile", payload, detail=_shapes(example_inputs, found))
     own = time.perf_counter() - start
     compiled = inner_backend(work.graph, _local_examples(example_inputs, found, work.axis))
-    _times.update(autosp_s=own, total_s=time.perf_counter() - start, **{f"pass.{k}": v for k, v in work.seconds.items()})
+    _times.update(
+        autosp_s=own, total_s=time.perf_counter() - start, **{f"pass.{k}": v for k, v in work.seconds.items()}
+    )
     _report(work)
     checked = [Checked(index, key) for index, key in found.keys.items()] if state.config.verify == "inputs" else []
-    return LocalProgram(
-        compiled, work.specs, work.axis, state, checked, state.config.outputs, found.sharded
-    )
+    return LocalProgram(compiled, work.specs, work.axis, state, checked, state.config.outputs, found.sharded)
 
 
 def _inner_option(options: dict[str, Any] | None) -> str:
@@ -119,7 +119,9 @@ def _local_examples(example_inputs: Sequence[Any], found: InputSources, axis: Ax
 
 def _graph_text(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bytes:
     """What ranks of a group must have in common; a device's number is a rank's own."""
-    shapes = [(tuple(map(str, v.shape)), str(v.dtype)) if isinstance(v, torch.Tensor) else str(v) for v in example_inputs]
+    shapes = [
+        (tuple(map(str, v.shape)), str(v.dtype)) if isinstance(v, torch.Tensor) else str(v) for v in example_inputs
+    ]
     text = re.sub(r"index=\d+|cuda:\d+", "", str(gm.graph))
     return f"{text}\n{shapes}".encode()
 
@@ -132,11 +134,8 @@ def _report(work: Work) -> None:
     if work.gathered:
         names = sorted({f"{item.operator} at {item.location}" for item in work.gathered})
         log.warning(
-            "%d operators ran on the whole sequence (unsupported: \"gather\"), which gathers %d tensors a step: %s",
+            '%d operators ran on the whole sequence (unsupported: "gather"), which gathers %d tensors a step: %s',
             len(work.gathered),
             sum(len(item.sizes) for item in work.gathered),
             "; ".join(names),
         )
-
-
-__all__ = ["Shard", "Source", "UnsupportedGraphError", "autosp_backend", "compile_times"]

@@ -1,9 +1,9 @@
 """From a Dynamo graph to a pre-dispatch ATen graph in which every operator has one name and one meaning.
 
-``linear``, ``scaled_dot_product_attention`` and ``cross_entropy_loss`` stay single nodes, autograd is not traced yet, and
-autocast and no_grad regions stay regions. Bodies of activation checkpointing are inlined, their nodes tagged for the
-partitioner of AOTAutograd, so that whatever follows sees one flat graph. Composite operators without a rule are replaced by
-what they are made of.
+``linear``, ``scaled_dot_product_attention`` and ``cross_entropy_loss`` stay single nodes, autograd is not traced yet,
+and autocast and no_grad regions stay regions. Bodies of activation checkpointing are inlined, their nodes tagged for
+the partitioner of AOTAutograd, so that whatever follows sees one flat graph. Composite operators without a rule are
+replaced by what they are made of.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -51,9 +52,7 @@ def fake_inputs(example_inputs: Sequence[Any], fake_mode: FakeTensorMode) -> lis
         if symbolic is None:
             fakes.append(fake_mode.from_tensor(value, static_shapes=True))
         else:
-            fakes.append(
-                fake_mode.from_tensor(value, static_shapes=False, symbolic_context=symbolic, source=source)
-            )
+            fakes.append(fake_mode.from_tensor(value, static_shapes=False, symbolic_context=symbolic, source=source))
     return fakes
 
 
@@ -69,7 +68,7 @@ class _CaptureInterpreter(fx.Interpreter):
 
     def _inline_checkpoint(self, body: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the body inline, each node tagged so that AOTAutograd's partitioner recomputes it in the backward."""
-        _, body_kwargs = torch.ops.higher_order.tag_activation_checkpoint.divide_kwargs(kwargs)
+        _, body_kwargs = TagActivationCheckpoint.divide_kwargs(kwargs)
         if body_kwargs:
             raise UnsupportedGraphError(
                 f"a checkpointed region is called with the keyword arguments {sorted(body_kwargs)}",
@@ -110,7 +109,8 @@ def capture_graph(
         A graph module whose placeholders are those of ``gm`` in order, ``meta["val"]`` on every node.
 
     Raises:
-        UnsupportedGraphError: a higher-order operator without a rule, or a value that tracing would bake into the graph.
+        UnsupportedGraphError: a higher-order operator without a rule, or a value that tracing would bake into the
+            graph.
     """
     traced = _trace(_CaptureInterpreter(gm).run, fakes, fake_mode, {})
     while True:
@@ -126,9 +126,7 @@ def capture_graph(
         table = {op: op.decompose for op in missing}
         traced = _trace(fx.Interpreter(traced).run, fakes, fake_mode, table)
     _refuse_baked_constants(traced)
-    for old, new in zip(
-        gm.graph.find_nodes(op="placeholder"), traced.graph.find_nodes(op="placeholder"), strict=True
-    ):
+    for old, new in zip(gm.graph.find_nodes(op="placeholder"), traced.graph.find_nodes(op="placeholder"), strict=True):
         _copy_placeholder_meta(old, new)
     return traced
 
@@ -150,7 +148,9 @@ def _is_impure(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable or not node.target._schema.returns
     pure_modules = ("_operator", "operator", "math", "torch")
-    is_arithmetic = getattr(node.target, "__module__", "") in pure_modules and "sym" in getattr(node.target, "__name__", "")
+    is_arithmetic = getattr(node.target, "__module__", "") in pure_modules and "sym" in getattr(
+        node.target, "__name__", ""
+    )
     return not (node.op == "get_attr" or is_arithmetic or getattr(node.target, "__module__", "") in pure_modules[:3])
 
 
@@ -163,7 +163,9 @@ def _copy_placeholder_meta(old: fx.Node, new: fx.Node) -> None:
 
 
 def _refuse_baked_constants(traced: fx.GraphModule) -> None:
-    """A value computed under a transform that tracing cannot see (vmap) turns into a constant of one example: refuse."""
+    """A value computed under a transform that tracing cannot see (vmap) turns into a constant of one example:
+    refuse.
+    """
     for node in traced.graph.nodes:
         if node.op != "get_attr" or not isinstance(node.target, str):
             continue

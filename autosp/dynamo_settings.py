@@ -11,7 +11,8 @@ import torch
 def ignore_transformers_warnings() -> None:
     """Let Dynamo skip ``logger.warning_once`` of transformers, which would break the graph of a model that warns.
 
-    Uses the setting that torch has for this (``ignore_logging_functions``, before 2.13 ``ignore_logger_methods``). Only when
+    Uses the setting that torch has for this (``ignore_logging_functions``, before 2.13 ``ignore_logger_methods``).
+    Only when
     transformers is loaded already: it is never imported for this.
     """
     if "transformers" not in sys.modules:

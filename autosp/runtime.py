@@ -1,4 +1,6 @@
-"""What runs around the compiled program at each step: DTensors in and out, and the check that ranks got the same inputs."""
+"""What runs around the compiled program at each step: DTensors in and out, and the check that ranks got the same
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardPlacement
 
 from .agreement import agree
 from .layout.axis import Axis
+from .layout.outputs import OutputSpec
 from .mesh import AutoSPState
-from .passes.localize import OutputSpec
+from .sequence_tensor import ToLocal, from_local
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class LocalProgram:
 
     def _to_local(self, index: int, arg: Any) -> torch.Tensor:
         """Local rows of a DTensor, padded to the equal block that every rank holds inside."""
-        local = arg.to_local() if isinstance(arg, DTensor) else arg
+        local = ToLocal.apply(arg)
         dim = self.sharded_inputs[index]
         missing = self.axis.block(arg.shape[dim]) - local.shape[dim]
         if not missing:
@@ -104,8 +105,4 @@ class LocalProgram:
             return local
         shape = list(value.shape)
         shape[dim] = length
-        stride = torch.empty(shape, device="meta").stride()
-        mesh = self.state.mesh["sp"]
-        return DTensor.from_local(
-            local.contiguous(), mesh, [ShardPlacement(dim)], run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        return from_local(local, self.state.mesh["sp"], dim, shape)

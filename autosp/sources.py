@@ -99,7 +99,22 @@ def _add_tagged(found: InputSources, index: int, value: torch.Tensor, key: str, 
 
 
 def _add_dtensor(found: InputSources, index: int, value: DTensor, axis: Axis) -> None:
-    raise UnsupportedGraphError("DTensor inputs", operator=str(ShardPlacement))
+    """What an earlier graph returned sharded: whole for the inference, local rows for the program of a rank."""
+    placement = value.placements[0]
+    if len(value.placements) != 1 or not isinstance(placement, ShardPlacement) or value.device_mesh.size() != axis.size:
+        raise UnsupportedGraphError(
+            f"an input is a DTensor with placements {value.placements} over a mesh of {value.device_mesh.size()}",
+            operator="autosp",
+            remedy=f"pass plain tensors, or DTensors sharded over the {axis.name!r} mesh of {axis.size} ranks",
+        )
+    shape = list(value.shape)
+    cut = shard_of_dim(shape, placement.dim)
+    local_shape = axis.local_shape(shape, cut)
+    make = value._local_tensor.new_empty
+    found.whole[index] = make(shape).requires_grad_(value.requires_grad)
+    found.local[index] = make(local_shape).requires_grad_(value.requires_grad)
+    found.sources[index] = Source(placement=cut, home=cut)
+    found.sharded[index] = placement.dim
 
 
 def _nothing_found(placeholders: Sequence[fx.Node], fakes: Sequence[Any]) -> None:
@@ -111,6 +126,6 @@ def _nothing_found(placeholders: Sequence[fx.Node], fakes: Sequence[Any]) -> Non
     raise UnsupportedGraphError(
         "no input of this graph is known to run over the sequence; its inputs are: " + ", ".join(inputs or ["none"]),
         operator="autosp",
-        remedy="tag them with autosp.prepare_autosp_inputs(...) or autosp.prepare_batch(...), or call the model with the "
-        "argument names of Hugging Face forwards (input_ids, inputs_embeds, labels, position_ids, attention_mask)",
+        remedy="tag them with autosp.prepare_autosp_inputs(...) or autosp.prepare_batch(...), or call the model with "
+        "the argument names of Hugging Face forwards (input_ids, inputs_embeds, labels, position_ids, attention_mask)",
     )

@@ -69,7 +69,8 @@ def compare(
     found = gradients(model)
     result = Result(loss=loss.item(), reference=reference_loss.item())
     result.missing = sorted(set(expected) ^ set(found))
-    # Some gradients are zero but for rounding (a key bias under softmax): measured against the largest gradient.
+    # Some gradients are zero but for rounding (a key bias under softmax): measured against the model's largest
+    # gradient.
     floor = 1e-3 * max(g.abs().max().item() for g in expected.values())
     for name in set(expected) & set(found):
         difference = error(found[name], expected[name], floor)

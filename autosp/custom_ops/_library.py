@@ -1,8 +1,8 @@
 """Registration of autosp's operators: one node each before dispatch, functional collectives below autograd.
 
-Each operator gets a schema, a fake, a plain implementation and an Autograd-key implementation. Before dispatch the operator is a
-single node of the graph; once autograd is traced its Autograd-key implementation runs and what remains are functional
-collectives, which Inductor can reorder and overlap. No node of the final graph is opaque.
+Each operator gets a schema, a fake, a plain implementation and an Autograd-key implementation. Before dispatch the
+operator is a single node of the graph; once autograd is traced its Autograd-key implementation runs and what remains
+are functional collectives, which Inductor can reorder and overlap. No node of the final graph is opaque.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import torch
 LIBRARY = torch.library.Library("autosp", "DEF")
 
 
-def define(
-    schema: str, *, forward: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any]
-) -> Any:
+def define(schema: str, *, forward: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any]) -> Any:
     """Define ``autosp::<schema>`` and return its overload.
 
     Args:

@@ -1,8 +1,8 @@
 """Collectives over a sequence group, each with the adjoint that keeps every gradient exact on every rank.
 
-Cuts are described as in ``autosp.layout.placement``: dimension ``dim`` is the row-major product ``outer x size x inner``,
-its middle factor covers positions ``[start, start + size)`` of a grid of ``length`` positions, and each rank holds the
-``ceil(length / P)`` positions of its block, padding rows included. ``group`` is a process-group name.
+Cuts are described as in ``autosp.layout.placement``: dimension ``dim`` is the row-major product ``outer x size x
+inner``, its middle factor covers positions ``[start, start + size)`` of a grid of ``length`` positions, and each rank
+holds the ``ceil(length / P)`` positions of its block, padding rows included. ``group`` is a process-group name.
 
 ========================  ==========================================  ==========================================
 operator                  forward                                     backward
@@ -43,7 +43,9 @@ def _is_whole(length, size, start, ranks: int) -> bool:
 
 
 def _split_dim(x: Tensor, dim: int, outer, middle, inner) -> Tensor:
-    """View ``dim`` as its three factors, the middle one moved to the front: ``[middle, before, outer, inner, after]``."""
+    """View ``dim`` as its three factors, the middle one moved to the front: ``[middle, before, outer, inner,
+    after]``.
+    """
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     return x.reshape(*before, outer, middle, inner, *after).movedim(dim + 1, 0)
 
@@ -112,10 +114,7 @@ class _AllGatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.partial_grad:
-            grad = _reduce_scatter(grad, *ctx.cut, ctx.group)
-        else:
-            grad = _cut(grad, *ctx.cut, 0, ctx.group)
+        grad = _reduce_scatter(grad, *ctx.cut, ctx.group) if ctx.partial_grad else _cut(grad, *ctx.cut, 0, ctx.group)
         return (grad,) + (None,) * 8
 
 

@@ -47,8 +47,9 @@ aggregate_loss = define(
 )
 aggregate_loss.__doc__ = """The loss over the whole sequence.
 
-``loss_sum`` is the fp32 sum of the losses of this rank's tokens (a scalar) and ``weight`` the fp32 sum of their weights, or
-None for a sum reduction. Both are summed over ``group`` in one all-reduce; the result, of dtype ``dtype``, is
-``sum(loss_sum) / sum(weight)`` and the same on every rank. Its backward needs no communication: every rank's tokens see the
-gradient of the whole loss, ``grad / sum(weight)``, which is never scaled by the size of the group.
+``loss_sum`` is the fp32 sum of the losses of this rank's tokens (a scalar) and ``weight`` the fp32 sum of their
+weights, or None for a sum reduction. Both are summed over ``group`` in one all-reduce; the result, of dtype
+``dtype``, is ``sum(loss_sum) / sum(weight)`` and the same on every rank. Its backward needs no communication: every
+rank's tokens see the gradient of the whole loss, ``grad / sum(weight)``, which is never scaled by the size of the
+group.
 """

@@ -31,8 +31,8 @@ class Axis:
     attention: str = "auto"
 
     def divides(self, length: IntLike) -> bool:
-        """Whether the group divides ``length``; a symbolic length is settled by a guard, so that even and uneven lengths
-        are two compilations and each is exact."""
+        """Whether the group divides ``length``; a symbolic length is settled by a guard, so that even and uneven
+        lengths are two compilations and each is exact."""
         if isinstance(length, int):
             return length % self.size == 0
         return known_divides(self.size, length) or bool(length % self.size == 0)

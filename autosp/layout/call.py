@@ -84,7 +84,8 @@ class Strategy:
     """How one operator runs on one rank.
 
     Args:
-        inputs: needed layout by argument name (a sequence for a list of tensors); what is not named is needed replicated.
+        inputs: needed layout by argument name (a sequence for a list of tensors); what is not named is needed
+            replicated.
         output: layout of the result, a sequence for several results.
         local: computes the local result from the local arguments by name; None runs the operator itself.
         fills: by argument name, the number that padding rows get when a replicated argument is cut (default 0).

@@ -1,9 +1,9 @@
 """Layout inference: one pass over a captured graph that gives every value its layout and every call its strategy.
 
-Two things are followed for each value: its real layout, and its *home*, the cut over tokens that it would have. Homes tell
-where sharded computation starts (a token-wise operator on a whole value whose home is known runs on this rank's tokens) and
-where a value goes that is cut over heads for a while. They never decide what is right: any cut of a whole value is exact,
-because each operator's rule follows it by the operator's own meaning.
+Two things are followed for each value: its real layout, and its *home*, the cut over tokens that it would have. Homes
+tell where sharded computation starts (a token-wise operator on a whole value whose home is known runs on this rank's
+tokens) and where a value goes that is cut over heads for a while. They never decide what is right: any cut of a whole
+value is exact, because each operator's rule follows it by the operator's own meaning.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Gathered:
     sizes: list[Any]
 
 
-def infer_layouts(gm: fx.GraphModule, *, axis: Axis, sources: Mapping[str, Source], unsupported: str = "error") -> list[Gathered]:
+def infer_layouts(
+    gm: fx.GraphModule, *, axis: Axis, sources: Mapping[str, Source], unsupported: str = "error"
+) -> list[Gathered]:
     """Annotate every node of a captured graph with its layout, home and strategy.
 
     Args:
@@ -95,7 +97,9 @@ def _infer_call(node: fx.Node, axis: Axis, unsupported: str, gathered: list[Gath
 
 
 def _check_scalar_read(node: fx.Node) -> None:
-    """A number read out of a tensor is right only when the tensor is whole; sizes are always those of the whole value."""
+    """A number read out of a tensor is right only when the tensor is whole; sizes are always those of the whole
+    value.
+    """
     sizes_only = ("sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "sym_is_contiguous")
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name.split("::")[-1] in sizes_only:
         return
@@ -156,7 +160,7 @@ def _choose(call: OpCall, node: fx.Node, unsupported: str, gathered: list[Gather
         if rule is None:
             raise Refusal(
                 "this operator has no rule, so its effect on a shard is unknown",
-                "register one with autosp.register_rule (docs/add_an_operator_rule.md), or set unsupported: \"gather\"",
+                'register one with autosp.register_rule (docs/add_an_operator_rule.md), or set unsupported: "gather"',
             )
         try:
             return rule(call)
@@ -253,5 +257,6 @@ def _unsupported(call: OpCall, node: fx.Node, refusal: Refusal) -> UnsupportedGr
         f"{refusal.reason} ({layouts})",
         operator=call.name,
         location=user_location(node),
-        remedy=refusal.remedy or 'set unsupported: "gather" to run it on the whole sequence, at the cost of memory and traffic',
+        remedy=refusal.remedy
+        or 'set unsupported: "gather" to run it on the whole sequence, at the cost of memory and traffic',
     )

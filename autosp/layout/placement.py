@@ -1,12 +1,12 @@
 """Where the elements of a value live along one mesh axis.
 
-A value is ``Replicate`` (whole on every rank), ``Shard`` (cut along one dimension) or ``Partial`` (the sum over the group is
-the value). A ``Shard`` is written in terms of a *grid*: ``length`` positions, of which rank ``r`` of ``P`` holds the
-``L = ceil(length / P)`` positions ``[r * L, (r + 1) * L)``, as ``torch.chunk`` cuts them. The tensor dimension is the
-product ``outer x size x inner`` of row-major factors, where the middle factor covers the grid positions
-``[start, start + size)``: a window. Every rank's local tensor has ``outer * L * inner`` rows, whatever the window and
-whether or not ``P`` divides ``length``; rows that lie outside the window are *padding rows*. Their content is arbitrary
-but finite, no rule lets it reach a valid row, and so their gradient is exactly zero.
+A value is ``Replicate`` (whole on every rank), ``Shard`` (cut along one dimension) or ``Partial`` (the sum over the
+group is the value). A ``Shard`` is written in terms of a *grid*: ``length`` positions, of which rank ``r`` of ``P``
+holds the ``L = ceil(length / P)`` positions ``[r * L, (r + 1) * L)``, as ``torch.chunk`` cuts them. The tensor
+dimension is the product ``outer x size x inner`` of row-major factors, where the middle factor covers the grid
+positions ``[start, start + size)``: a window. Every rank's local tensor has ``outer * L * inner`` rows, whatever the
+window and whether or not ``P`` divides ``length``; rows that lie outside the window are *padding rows*. Their content
+is arbitrary but finite, no rule lets it reach a valid row, and so their gradient is exactly zero.
 
 Two sharded dimensions fit together only when grid, window and factors are the same; lengths alone prove nothing about
 which dimension of an operator they belong to, that is what the rules are for.
@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Union
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-IntLike = Union[int, torch.SymInt]
+IntLike = int | torch.SymInt
 
 
 def known_equal(a: IntLike, b: IntLike) -> bool:
@@ -136,7 +135,7 @@ class Shard:
         return text + ")"
 
 
-Placement = Union[Replicate, Partial, Shard]
+Placement = Replicate | Partial | Shard
 REPLICATE = Replicate()
 PARTIAL = Partial()
 
@@ -156,20 +155,19 @@ def shard_of_dim(shape: Sequence[IntLike], dim: int) -> Shard:
 def map_view(shard: Shard, source: Sequence[IntLike], target: Sequence[IntLike]) -> Shard | None:
     """Follow a cut through a row-major reshape from sizes ``source`` to sizes ``target``.
 
-    The flat index of an element is ``((o * size) + n) * inner + i``; a reshape keeps it, so the target dimension that holds
-    ``n`` is found by dividing the target's own strides out of ``inner``. This is index arithmetic, exact whatever the sizes
-    are; when it cannot be proven with the symbols at hand, or ``n`` is split over two dimensions, the answer is None.
+    The flat index of an element is ``((o * size) + n) * inner + i``; a reshape keeps it, so the target dimension that
+    holds ``n`` is the one whose own strides leave whole factors of ``outer`` in front of ``n`` and of ``inner``
+    behind it. This is index arithmetic, exact whatever the sizes are; when it cannot be proven with the symbols at
+    hand, or ``n`` is split over two dimensions, the answer is None. Sizes are never divided by ``size``: symbolic
+    windows do not divide provably.
     """
-    inner = shard.inner * product(source[shard.dim + 1 :])
+    outer = settled(product(source[: shard.dim]) * shard.outer)
+    inner = settled(shard.inner * product(source[shard.dim + 1 :]))
     for dim in reversed(range(len(target))):
-        size = target[dim]
-        if known_equal(inner, 1) and known_equal(size, 1) and not known_equal(shard.size, 1):
+        before, after = product(target[:dim]), product(target[dim + 1 :])
+        if not (known_divides(before, outer) and known_divides(after, inner)):
             continue
-        if not known_equal(inner, 1) and known_divides(size, inner):
-            inner = settled(inner // size)
-            continue
-        block = shard.size * inner
-        if not known_divides(block, size):
-            return None
-        return replace(shard, dim=dim, outer=size // block, inner=inner)
+        new_outer, new_inner = outer // before, inner // after
+        if known_equal(target[dim], new_outer * shard.size * new_inner):
+            return replace(shard, dim=dim, outer=new_outer, inner=new_inner)
     return None

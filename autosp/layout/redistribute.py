@@ -1,7 +1,7 @@
 """From one layout to another, with the adjoint that keeps every gradient exact.
 
-A whole value has its whole gradient on every rank. Where it feeds sharded computation each rank's gradient is a part, so that edge
-sums over the group in the backward (``partial_grad``).
+A whole value has its whole gradient on every rank. Where it feeds sharded computation each rank's gradient is a part,
+so that edge sums over the group in the backward (``partial_grad``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def redistribute(
         axis: the mesh axis.
         dtype: dtype of the whole value (a partial sum may be held wider).
         fill: value of padding rows when a whole tensor is cut.
-        partial_grad: the result feeds sharded computation, so a whole result gets only a part of its gradient on each rank.
+        partial_grad: the result feeds sharded computation, so a whole result gets only a part of its gradient on each
+            rank.
     """
     ops = torch.ops.autosp
     if isinstance(current, Partial) and not isinstance(needed, Partial):
@@ -76,7 +77,9 @@ def read_window(x: torch.Tensor, shard: Shard, axis: Axis) -> torch.Tensor:
 
 
 def exchange(x: torch.Tensor, current: Shard, needed: Shard, axis: Axis) -> torch.Tensor:
-    """Move the cut from one dimension to another in one all-to-all; each rank sends ``1/P`` of what it holds to each."""
+    """Move the cut from one dimension to another in one all-to-all; each rank sends ``1/P`` of what it holds to
+    each.
+    """
     ranks = axis.size
     block, target_block = axis.block(current.length), axis.block(needed.length)
     rows = x.movedim((needed.dim, current.dim), (0, 1))

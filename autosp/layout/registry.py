@@ -20,8 +20,8 @@ def register_rule(*targets: Any, seeds: bool = False) -> Callable[[Rule], Rule]:
 
     Args:
         targets: operator overloads (``torch.ops.aten.mul.Tensor``) or packets (every overload of it).
-        seeds: the operator starts sharded computation: when its operands are replicated but known to run over tokens, it is
-            computed on this rank's tokens.
+        seeds: the operator starts sharded computation: when its operands are replicated but known to run over tokens,
+            it is computed on this rank's tokens.
 
     Returns:
         A decorator that leaves the rule as it is. A rule takes an ``OpCall`` and returns a ``Strategy``, or raises

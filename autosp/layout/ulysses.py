@@ -1,9 +1,9 @@
 """Ulysses attention: tokens are exchanged for heads, each rank attends with a block of heads over the whole sequence.
 
-With ``H`` query heads rank ``p`` of ``P`` takes heads ``[p * H // P, (p + 1) * H // P)`` and exactly the key/value heads which
-those read; a key/value head that several ranks need is sent to each of them once, un-repeated. Blocks may differ by one head
-and may be empty. On the wire a piece is ``[tokens, heads, batch, head size]``, so that what is received from all ranks is
-one tensor over the whole sequence without a copy.
+With ``H`` query heads rank ``p`` of ``P`` takes heads ``[p * H // P, (p + 1) * H // P)`` and exactly the key/value
+heads which those read; a key/value head that several ranks need is sent to each of them once, un-repeated. Blocks may
+differ by one head and may be empty. On the wire a piece is ``[tokens, heads, batch, head size]``, so that what is
+received from all ranks is one tensor over the whole sequence without a copy.
 """
 
 from __future__ import annotations
@@ -44,10 +44,15 @@ class HeadBlocks:
         return [head // self.repeats - first for head in range(lo, hi)]
 
 
-def _pack(tensors: list[torch.Tensor], blocks: list[tuple[tuple[int, int], ...]], ranks: int) -> tuple[torch.Tensor, list]:
+def _pack(
+    tensors: list[torch.Tensor], blocks: list[tuple[tuple[int, int], ...]], ranks: int
+) -> tuple[torch.Tensor, list]:
     """One flat buffer, destination by destination, each piece ``[tokens, heads, batch, size]``; and the piece sizes."""
     rows = [t.permute(2, 1, 0, 3) for t in tensors]
-    pieces = [torch.cat([r[:, lo:hi] for r, b in zip(rows, blocks, strict=True) for lo, hi in [b[p]]], dim=1) for p in range(ranks)]
+    pieces = [
+        torch.cat([r[:, lo:hi] for r, b in zip(rows, blocks, strict=True) for lo, hi in [b[p]]], dim=1)
+        for p in range(ranks)
+    ]
     return torch.cat([piece.reshape(-1) for piece in pieces]), [piece.numel() for piece in pieces]
 
 
@@ -94,13 +99,17 @@ def gather_heads(axis: Axis, x: torch.Tensor, blocks: tuple[tuple[int, int], ...
         heads = buffer.reshape(axis.size, block, mine, batch, size).permute(3, 1, 0, 2, 4)
         return heads.reshape(batch, block, axis.size * mine, size).transpose(1, 2)
     pieces = [
-        piece.reshape(block, count, batch, size) for piece, count in zip(buffer.split(receive), counts, strict=True) if count
+        piece.reshape(block, count, batch, size)
+        for piece, count in zip(buffer.split(receive), counts, strict=True)
+        if count
     ]
     return torch.cat(pieces, dim=1).permute(2, 0, 1, 3).contiguous().transpose(1, 2)
 
 
 def local_keys(x: torch.Tensor, blocks: HeadBlocks, rank: int) -> tuple[torch.Tensor, bool]:
-    """Key/value heads as the attention kernel needs them: grouped when the grouping is regular, else one a query head."""
+    """Key/value heads as the attention kernel needs them: grouped when the grouping is regular, else one a query
+    head.
+    """
     index = blocks.local_key_index(rank)
     heads = x.shape[1]
     regular = len(index) % heads == 0 and index == [i // (len(index) // heads) for i in range(len(index))]

@@ -40,7 +40,8 @@ def _storage_root(node: fx.Node) -> fx.Node:
 
 
 def functionalize_inplace_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Rewrites: ``y = add_(x, v)`` with ``x`` made in the graph -> ``y = add(x, v)``, later uses of ``x`` reading ``y``.
+    """Rewrites: ``y = add_(x, v)`` with ``x`` made in the graph -> ``y = add(x, v)``, later uses of ``x`` reading
+    ``y``.
 
     Requires: a captured graph.
     Ensures: what is still written in place is an input of the graph (a buffer), which ranks hold whole.
@@ -70,7 +71,8 @@ def functionalize_inplace_pass(gm: fx.GraphModule) -> fx.GraphModule:
     for node, form in plan:
         written = node.args[0]
         node.target = form
-        written.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: order[user] > order[node])
+        for user in [user for user in written.users if order[user] > order[node]]:
+            user.replace_input_with(written, node)
     if plan:
         gm.recompile()
     return gm

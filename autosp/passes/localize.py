@@ -1,14 +1,14 @@
 """The one place that carries layouts out: an interpreter that runs the rules' local operators under a trace.
 
-Sizes in the graph are those of the whole value; local tensors bring their own. Every collective of the local program is made
-here, by ``layout.redistribute`` or by a rule's local function, in the order of the graph, so that all ranks make the same
-ones in the same order.
+Sizes in the graph are those of the whole value; local tensors bring their own. Every collective of the local program
+is made here, by ``layout.redistribute`` or by a rule's local function, in the order of the graph, so that all ranks
+make the same ones in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,22 +22,10 @@ from ..errors import InternalError
 from ..layout.axis import Axis
 from ..layout.call import OpCall, Strategy
 from ..layout.infer import CALL, LAYOUT, STRATEGY
+from ..layout.outputs import OutputSpec
 from ..layout.placement import REPLICATE, IntLike, Partial, Placement, Replicate, Shard, known_equal, same_placement
 from ..layout.redistribute import redistribute
 from ..location import user_location
-
-
-@dataclass(frozen=True)
-class OutputSpec:
-    """How one output of the local program becomes what the user gets.
-
-    Args:
-        shard: the cut of a sharded output, None for a whole value or a number.
-        length_index: place among the local program's outputs of the length of its cut dimension.
-    """
-
-    shard: Shard | None = None
-    length_index: int | None = None
 
 
 class LocalInterpreter(fx.Interpreter):
@@ -112,7 +100,9 @@ class LocalInterpreter(fx.Interpreter):
         return moved
 
     def _parameter_edge(self, x: torch.Tensor, whole_use: bool) -> torch.Tensor:
-        """A parameter's gradient is summed over the axis by us, or left to an engine, as ``gradient_reduction`` says."""
+        """A parameter's gradient is summed over the axis by us, or left to an engine, as ``gradient_reduction``
+        says.
+        """
         mode = self.axis.gradient_reduction
         if whole_use:
             reduction = "over_size" if mode == "engine_sum" else None
@@ -168,7 +158,9 @@ class LocalInterpreter(fx.Interpreter):
 
 
 def _agree(a: IntLike, b: IntLike) -> bool:
-    """Equal for certain, or equal for the sizes at hand: ``P * (S // P)`` is ``S`` under the guard that ``P`` divides it."""
+    """Equal for certain, or equal for the sizes at hand: ``P * (S // P)`` is ``S`` under the guard that ``P``
+    divides it.
+    """
     if known_equal(a, b):
         return True
     return bool(a == b)
@@ -179,10 +171,10 @@ def localize_graph(
 ) -> tuple[fx.GraphModule, list[OutputSpec]]:
     """Rewrites: the annotated whole program -> the program of one rank.
 
-    Requires: ``infer_layouts`` has annotated ``gm``; ``inputs`` are its inputs as fakes of ``fake_mode`` (whole tensors, local
-    ones for sharded sources).
-    Ensures: placeholders in the same order; every local size is what its layout promises; outputs are flat, followed by the
-    lengths of the sharded ones.
+    Requires: ``infer_layouts`` has annotated ``gm``; ``inputs`` are its inputs as fakes of ``fake_mode`` (whole
+    tensors, local ones for sharded sources).
+    Ensures: placeholders in the same order; every local size is what its layout promises; outputs are flat, followed
+    by the lengths of the sharded ones.
     Refuses: nothing; whatever cannot be carried out was refused before.
     """
     interpreter = LocalInterpreter(gm, axis=axis, parameters=parameters, outputs=outputs)
@@ -200,4 +192,3 @@ def localize_graph(
     local.graph.eliminate_dead_code()
     local.recompile()
     return local, interpreter.specs
-

@@ -17,10 +17,11 @@ from ..errors import InternalError
 from ..layout import rules  # noqa: F401
 from ..layout.axis import Axis
 from ..layout.infer import Gathered, Source, infer_layouts
+from ..layout.outputs import OutputSpec
 from .functionalize_inplace import functionalize_inplace_pass
-from .localize import OutputSpec, localize_graph
+from .localize import localize_graph
 from .move_slices_up import move_slices_up_pass
-from .verify import verify_local_graph_pass
+from .verify import collective_list, verify_local_graph_pass
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Work:
     fake_mode: Any
     local_inputs: Sequence[Any] = ()
     specs: list[OutputSpec] = field(default_factory=list)
+    collectives: list[str] = field(default_factory=list)
     gathered: list[Gathered] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -76,7 +78,8 @@ def _localize(work: Work) -> None:
 
 
 def _verify(work: Work) -> None:
-    work.graph = verify_local_graph_pass(work.graph, axis=work.axis, fake_inputs=work.local_inputs)
+    work.graph = verify_local_graph_pass(work.graph, axis=work.axis)
+    work.collectives = collective_list(work.graph)
 
 
 def _pass(name: str, run: Callable[[Work], None], requires: Sequence[str], ensures: Sequence[str], reason: str) -> Pass:
@@ -85,8 +88,16 @@ def _pass(name: str, run: Callable[[Work], None], requires: Sequence[str], ensur
 
 PIPELINE: tuple[Pass, ...] = (
     _pass("functionalize_inplace", _functionalize, ["captured"], ["functional"], "rules see values, not storage"),
-    _pass("infer_layouts", _infer, ["functional"], ["layouts"], "every value gets its layout, every refusal comes here"),
-    _pass("move_slices_up", _move_slices_up, ["layouts"], ["sliced"], "whole values used by shards only are made as shards"),
+    _pass(
+        "infer_layouts", _infer, ["functional"], ["layouts"], "every value gets its layout, every refusal comes here"
+    ),
+    _pass(
+        "move_slices_up",
+        _move_slices_up,
+        ["layouts"],
+        ["sliced"],
+        "whole values used by shards only are made as shards",
+    ),
     _pass("localize", _localize, ["layouts"], ["local"], "the program of one rank, collectives included"),
     _pass("verify", _verify, ["local"], ["verified"], "what a wrong rule would break is checked before it runs"),
 )

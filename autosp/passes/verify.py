@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import fx
 
 from ..errors import InternalError
@@ -26,7 +23,7 @@ def collective_list(gm: fx.GraphModule) -> list[str]:
     return [name for name in names if name in COLLECTIVES + edges]
 
 
-def verify_local_graph_pass(gm: fx.GraphModule, *, axis: Axis, fake_inputs: Sequence[Any]) -> fx.GraphModule:
+def verify_local_graph_pass(gm: fx.GraphModule, *, axis: Axis) -> fx.GraphModule:
     """Rewrites: nothing.
 
     Requires: a local program.

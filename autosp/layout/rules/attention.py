@@ -1,8 +1,8 @@
 """``scaled_dot_product_attention`` on a shard.
 
-Queries cut over tokens that meet keys and values cut over tokens run as Ulysses; queries that meet whole keys and values
-(cross-attention over replicated memory) stay where they are and need no communication at all. Masks are whole, made for the
-whole sequence; a mask that differs by head is cut to the heads of the rank.
+Queries cut over tokens that meet keys and values cut over tokens run as Ulysses; queries that meet whole keys and
+values (cross-attention over replicated memory) stay where they are and need no communication at all. Masks are whole,
+made for the whole sequence; a mask that differs by head is cut to the heads of the rank.
 """
 
 from __future__ import annotations
@@ -93,10 +93,8 @@ def _ulysses_attention(call: OpCall, q: Value, k: Value) -> Strategy:
         new_v, _ = local_keys(new_v, blocks, axis.rank)
         mask = head_mask(local.get("attn_mask"), blocks.query[axis.rank], heads)
         changed = {"query": new_q, "key": new_k, "value": new_v, "attn_mask": mask, "enable_gqa": grouped}
-        if c["dropout_p"] > 0:
-            out = written_out(c, {**local, **changed}, mask)
-        else:
-            out = c.run(local, **changed)
+        dropped = c["dropout_p"] > 0
+        out = written_out(c, {**local, **changed}, mask) if dropped else c.run(local, **changed)
         return gather_heads(axis, out, blocks.query, q_cut)
 
     inputs = {"query": q_cut, "key": k_cut, "value": k_cut.at(q.ndim - 2)}
@@ -113,8 +111,8 @@ def head_mask(mask: torch.Tensor | None, block: tuple[int, int], heads: int) -> 
 def written_out(call: OpCall, local: dict, mask: torch.Tensor | None) -> torch.Tensor:
     """Attention with dropout on its probabilities, written out so that each rank draws a mask of its own.
 
-    The fused kernels draw from one generator for all ranks of a group, which would drop the same positions in the heads of
-    every rank. The probabilities of the local heads exist as a tensor here.
+    The fused kernels draw from one generator for all ranks of a group, which would drop the same positions in the
+    heads of every rank. The probabilities of the local heads exist as a tensor here.
     """
     q, k, v = local["query"], local["key"], local["value"]
     scale = call["scale"] if call["scale"] is not None else q.shape[-1] ** -0.5

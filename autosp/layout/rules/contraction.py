@@ -1,8 +1,9 @@
 """Contractions: linear layers, matrix products and batched matrix products.
 
-A cut row or column dimension stays cut. A cut batch dimension must be cut in both operands. Where both operands are cut over
-tokens in dimensions that the product sets against each other (attention scores written out), the group is moved from the
-tokens to a batch dimension (heads) by all-to-alls, and the probabilities meet the values on the same heads.
+A cut row or column dimension stays cut. A cut batch dimension must be cut in both operands. Where both operands are
+cut over tokens in dimensions that the product sets against each other (attention scores written out), the group is
+moved from the tokens to a batch dimension (heads) by all-to-alls, and the probabilities meet the values on the same
+heads.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def linear_rule(call: OpCall) -> Strategy:
     if shard is None:
         return Strategy()
     if shard.dim == value.ndim - 1:
-        raise Refusal("a linear layer contracts the sharded dimension", "a layer that mixes tokens cannot run on a shard")
+        raise Refusal(
+            "a linear layer contracts the sharded dimension", "a layer that mixes tokens cannot run on a shard"
+        )
     return Strategy(inputs={"input": shard}, output=shard)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 
 from ..call import OpCall, Refusal, Strategy, Value
@@ -93,7 +92,9 @@ def index_rule(call: OpCall) -> Strategy:
     if value.shard is None:
         return _indexed_by_shards(indices, indexed, block)
     if cuts:
-        raise Refusal("a sharded tensor is indexed by a sharded index", "index whole tensors, or mark the region as token-local")
+        raise Refusal(
+            "a sharded tensor is indexed by a sharded index", "index whole tensors, or mark the region as token-local"
+        )
     dim = value.shard.dim
     if dim in indexed:
         return _indexed_read(value, indexed)

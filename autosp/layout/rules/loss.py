@@ -20,7 +20,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _class_weights(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype) -> torch.Tensor:
+def _class_weights(
+    target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> torch.Tensor:
     """What each target counts in a mean: its class weight, zero when ignored."""
     valid = target != ignore_index
     if weight is None:
@@ -37,7 +39,11 @@ def _target_cut(logits: Value, shard: Shard) -> Shard:
 
 
 @register_rule(
-    aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default, seeds=False
+    aten.cross_entropy_loss.default,
+    aten.nll_loss_nd.default,
+    aten.nll_loss.default,
+    aten.nll_loss2d.default,
+    seeds=False,
 )
 def cross_entropy_rule(call: OpCall) -> Strategy:
     """Cross entropy of cut logits against whole or cut targets; padding rows count as ignored."""
@@ -68,7 +74,11 @@ def cross_entropy_rule(call: OpCall) -> Strategy:
         total = losses.to(wide).sum()
         count = None
         if reduction == MEAN:
-            counts = torch.ones_like(losses, dtype=wide) if is_soft else _class_weights(labels, local["weight"], ignore, wide)
+            counts = (
+                torch.ones_like(losses, dtype=wide)
+                if is_soft
+                else _class_weights(labels, local["weight"], ignore, wide)
+            )
             count = mask_padding(axis, counts, row_cut, 0).sum()
         return torch.ops.autosp.aggregate_loss(total, count, out_dtype, axis.group)
 

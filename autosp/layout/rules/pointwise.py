@@ -46,11 +46,14 @@ def find_cut(values: list[Value], shape) -> Shard | None:
 @register_rule(
     aten.to, aten._to_copy, aten.type_as, aten.contiguous, aten.clone, aten.detach, aten.alias, aten.lift_fresh_copy,
     aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf,
-    aten.where.Scalar, aten.gelu, aten.silu, aten.relu, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like,
+    aten.where.Scalar, aten.gelu, aten.silu, aten.relu, aten.zeros_like, aten.ones_like, aten.full_like,
+    aten.empty_like,
     aten.clamp, aten.clamp_min, aten.clamp_max, aten.pow, aten.isin.Tensor_Scalar, aten.result_type,
 )  # fmt: skip
 def pointwise_rule(call: OpCall) -> Strategy:
-    """The result is cut like the first operand that is cut; whole operands are cut to its rows, others are exchanged."""
+    """The result is cut like the first operand that is cut; whole operands are cut to its rows, others are
+    exchanged.
+    """
     if isinstance(call.out, (list, tuple)):
         raise Refusal("a pointwise operator with several results has no rule")
     values = [value for _, value in call.values()]

@@ -1,8 +1,9 @@
 """Dropout and other random operators.
 
-A counter-based generator (two rounds of a 64-bit finaliser over a per-call seed, the rank and the element's index) draws the
-mask with pointwise operators only. The seed is one integer drawn from torch's own generator, so ``torch.manual_seed``
-reproduces a run; the mask is a function of the seed, so recomputation repeats it; shards differ by their rank.
+A counter-based generator (two rounds of a 64-bit finaliser over a per-call seed, the rank and the element's index)
+draws the mask with pointwise operators only. The seed is one integer drawn from torch's own generator, so
+``torch.manual_seed`` reproduces a run; the mask is a function of the seed, so recomputation repeats it; shards differ
+by their rank.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def uniform_bits(seed: torch.Tensor, shape, rank: int, device: torch.device) -> 
     for size in shape:
         count = count * size
     index = torch.arange(count, device=device, dtype=torch.int64).reshape(shape)
-    key = _mix(seed + (rank + 1) * _GOLDEN)
+    # Python's integers do not wrap; the increment is wrapped to 64 bits here as the tensors' own arithmetic is.
+    increment = ((rank + 1) * _GOLDEN + 2**63) % 2**64 - 2**63
+    key = _mix(seed + increment)
     return (_mix(_mix(index + key) ^ key) >> 20) & 0xFFFFFF
 
 
@@ -51,11 +54,15 @@ def drop(x: torch.Tensor, p: float, seed: torch.Tensor, rank: int) -> torch.Tens
 
 @register_rule(aten.dropout.default)
 def dropout_rule(call: OpCall) -> Strategy:
-    """Each rank drops elements of its own tokens from a stream of its own; a whole value is dropped alike everywhere."""
+    """Each rank drops elements of its own tokens from a stream of its own; a whole value is dropped alike
+    everywhere.
+    """
     value: Value = call["input"]
     shard: Shard | None = value.shard
     if not call["train"] or call["p"] == 0:
-        return Strategy(inputs={"input": value.placement}, output=value.placement, local=lambda c, local: local["input"])
+        return Strategy(
+            inputs={"input": value.placement}, output=value.placement, local=lambda c, local: local["input"]
+        )
     p = call["p"]
 
     def local_drop(c: OpCall, local: dict):

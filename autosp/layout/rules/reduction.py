@@ -1,7 +1,7 @@
 """Reductions and operators that work along one dimension (softmax, norms, sorts).
 
-Along a dimension that is not cut they are local. Sums and means over the sequence become partial sums; maxima, minima and
-logical reductions are combined from one value a rank; everything else along the sequence is refused.
+Along a dimension that is not cut they are local. Sums and means over the sequence become partial sums; maxima, minima
+and logical reductions are combined from one value a rank; everything else along the sequence is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def mask_padding(axis, x: torch.Tensor, shard: Shard, neutral: float | int | boo
     """``x`` with its padding rows replaced, so that a reduction over them adds nothing."""
     if not axis.has_padding(shard):
         return x
-    return torch.where(axis.valid_rows(shard, x.dim(), x.device), x, torch.full((), neutral, dtype=x.dtype, device=x.device))
+    return torch.where(
+        axis.valid_rows(shard, x.dim(), x.device), x, torch.full((), neutral, dtype=x.dtype, device=x.device)
+    )
 
 
 @register_rule(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
@@ -125,7 +127,10 @@ def along_dims_rule(call: OpCall, value: Value, dims: Sequence[int], outputs: in
     if shard is None:
         return Strategy(output=REPLICATE if outputs == 1 else [REPLICATE] * outputs)
     if shard.dim in dims:
-        raise Refusal("this operator mixes the tokens of the sequence", 'use unsupported: "gather" to run it on the whole sequence')
+        raise Refusal(
+            "this operator mixes the tokens of the sequence",
+            'use unsupported: "gather" to run it on the whole sequence',
+        )
     cut = shard if keeps else without(shard, dims, call.get("keepdim", False))
     return Strategy(inputs={_main(call): shard}, output=cut if outputs == 1 else [cut] * outputs)
 
@@ -149,7 +154,8 @@ def along_rule(call: OpCall) -> Strategy:
 
 
 @register_rule(
-    aten.logsumexp.default, aten.var.correction, aten.std.correction, aten.var.dim, aten.std.dim, aten.var_mean.correction,
+    aten.logsumexp.default, aten.var.correction, aten.std.correction, aten.var.dim, aten.std.dim,
+    aten.var_mean.correction,
     aten.norm.ScalarOpt_dim, aten.linalg_vector_norm.default, aten.prod.dim_int, aten.max.dim, aten.min.dim,
     aten.argmax.default, aten.argmin.default, aten.median.dim, aten.mode.default, aten.kthvalue.default,
 )  # fmt: skip
@@ -180,5 +186,7 @@ def one_hot_rule(call: OpCall) -> Strategy:
     return Strategy(
         inputs={"self": shard},
         output=shard,
-        local=lambda c, local: (local["self"].unsqueeze(-1) == torch.arange(classes, device=local["self"].device)).long(),
+        local=lambda c, local: (
+            local["self"].unsqueeze(-1) == torch.arange(classes, device=local["self"].device)
+        ).long(),
     )

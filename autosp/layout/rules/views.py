@@ -1,8 +1,8 @@
 """Operators that rearrange elements: reshapes, permutations, slices, joins and repeats.
 
 Reshapes follow the cut by index arithmetic (``placement.map_view``). A slice of a cut dimension is a window of the same
-grid: the local tensor stays as it is and only the layout changes, which is what makes causal shifts exact at the borders
-between ranks.
+grid: the local tensor stays as it is and only the layout changes, which is what makes causal shifts exact at the
+    borders between ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def reshape_rule(call: OpCall) -> Strategy:
     cut = map_view(value.shard, value.shape, call.out_shape)
     if cut is None:
         raise Refusal(
-            f"reshaping {list(value.shape)} to {list(call.out_shape)} splits the sharded dimension {value.shard.dim} or "
+            f"reshaping {list(value.shape)} to {list(call.out_shape)} splits dimension {value.shard.dim}, which is sharded, or "
             "cannot be followed",
             "keep the sequence dimension whole in this view",
         )
@@ -213,7 +213,9 @@ def pad_rule(call: OpCall) -> Strategy:
     place = 2 * (value.ndim - 1 - shard.dim)
     mine = pads[place : place + 2]
     if any(not known_equal(p, 0) for p in mine):
-        raise Refusal("a sharded sequence is padded", "pad the inputs before the model; whole inputs may be padded anywhere")
+        raise Refusal(
+            "a sharded sequence is padded", "pad the inputs before the model; whole inputs may be padded anywhere"
+        )
     return Strategy(inputs={"self": shard}, output=shard)
 
 
@@ -225,7 +227,9 @@ def roll_rule(call: OpCall) -> Strategy:
     if shard is None:
         return Strategy()
     if not call["dims"] or any(d % value.ndim == shard.dim for d in call["dims"]):
-        raise Refusal("a sharded sequence is rolled or flipped", "roll the labels (they are whole), not the hidden states")
+        raise Refusal(
+            "a sharded sequence is rolled or flipped", "roll the labels (they are whole), not the hidden states"
+        )
     return Strategy(inputs={"self": shard}, output=shard)
 
 
