@@ -9,7 +9,7 @@ value is exact, because each operator's rule follows it by the operator's own me
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,7 +134,7 @@ def _make_call(node: fx.Node, axis: Axis) -> OpCall:
     return OpCall(node=node, target=node.target, args=args, out=node.meta["val"], axis=axis)
 
 
-def _placed(call: OpCall, place: Any, homing: bool = False) -> OpCall:
+def placed_call(call: OpCall, place: Callable[[Value], Placement], *, homing: bool = False) -> OpCall:
     """The same call with each tensor argument in the layout ``place(value)``."""
 
     def move(arg: Any) -> Any:
@@ -167,7 +167,7 @@ def _choose(call: OpCall, node: fx.Node, unsupported: str, gathered: list[Gather
         except Refusal:
             if not any(_is_away(value) for value in values):
                 raise
-            return rule(_placed(call, lambda v: v.home if _is_away(v) else v.placement))
+            return rule(placed_call(call, lambda v: v.home if _is_away(v) else v.placement))
     except Refusal as refusal:
         if unsupported != "gather" or refusal.always or _mutates(call):
             raise _unsupported(call, node, refusal) from None
@@ -196,7 +196,7 @@ def _choose_whole(call: OpCall, rule: Any, values: list[Value]) -> Strategy:
         return Strategy(output=_whole_output(call))
     if is_seed(call.target) and any(value.home is not None for value in values):
         try:
-            strategy = rule(_placed(call, _at_home))
+            strategy = rule(placed_call(call, _at_home))
         except Refusal:
             strategy = None
         if strategy is not None and isinstance(strategy.output, Shard):
@@ -228,7 +228,7 @@ def _home_of(call: OpCall, strategy: Strategy) -> Any:
     if rule is None:
         return none
     try:
-        at_home = rule(_placed(call, _at_home, homing=True))
+        at_home = rule(placed_call(call, _at_home, homing=True))
     except Refusal:
         return none
     return _map_output(at_home.output, _as_shard)

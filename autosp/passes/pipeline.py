@@ -63,7 +63,7 @@ def _infer(work: Work) -> None:
 
 
 def _move_slices_up(work: Work) -> None:
-    work.graph = move_slices_up_pass(work.graph, axis=work.axis)
+    work.graph = move_slices_up_pass(work.graph)
 
 
 def _localize(work: Work) -> None:

@@ -30,8 +30,8 @@ def reshape_rule(call: OpCall) -> Strategy:
     cut = map_view(value.shard, value.shape, call.out_shape)
     if cut is None:
         raise Refusal(
-            f"reshaping {list(value.shape)} to {list(call.out_shape)} splits dimension {value.shard.dim}, which is "
-            "sharded, or cannot be followed",
+            f"reshaping {list(value.shape)} to {list(call.out_shape)} splits dimension {value.shard.dim} (sharded) or "
+            "cannot be followed",
             "keep the sequence dimension whole in this view",
         )
     shape = call.out_shape
