@@ -18,7 +18,6 @@ import zoo
 
 import autosp
 
-
 TOLERANCES = {"float32": (torch.float32, 1e-5), "bfloat16": (torch.bfloat16, 3e-2)}
 
 
