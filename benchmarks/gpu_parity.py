@@ -17,6 +17,7 @@ import parity
 import zoo
 
 import autosp
+from autosp.backend import autosp_backend
 
 TOLERANCES = {"float32": (torch.float32, 1e-5), "bfloat16": (torch.bfloat16, 3e-2)}
 
@@ -32,7 +33,7 @@ def main() -> None:
             torch._dynamo.reset()
             autosp.initialize({"autosp": {"inner_backend": "inductor"}})
             model = zoo.build(name).to(device, dtype)
-            compiled = torch.compile(model, backend="autosp")
+            compiled = torch.compile(model, backend=autosp_backend)
             for length in (64, 65, 70):
                 batch = {key: value.to(device) for key, value in zoo.batch(length).items()}
                 found = parity.compare(model, compiled, batch, prepare=autosp.prepare_batch)
