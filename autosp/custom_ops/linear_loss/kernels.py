@@ -1,0 +1,135 @@
+"""Triton kernels over a block of logits: row statistics, and the row gradient in place.
+
+One program a row for the statistics (one read of the block), one program a row and 4096 columns for the gradient.
+Rows are addressed in 64 bit. A program reads only its own row, so a row's bits do not depend on the rows around it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from .rows import Coefficients
+
+STATISTICS_BLOCK = 8192
+GRADIENT_BLOCK = 4096
+
+
+@triton.jit
+def _tanh(x):
+    # By exp(-2|x|), which cannot overflow; exact to an absolute 1e-7, on values that are multiplied by the cap.
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def _statistics_kernel(
+    x_ptr, out_ptr, inverse_ptr, rows, cols, stride, softcap,
+    HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    base = x_ptr + row * stride
+    inverse = 1.0
+    if HAS_T:
+        inverse = tl.load(inverse_ptr + row)
+    top = float("-inf")
+    total = 0.0
+    weighted = 0.0
+    centred = 0.0
+    for first in range(0, cols, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        mask = offsets < cols
+        x = tl.load(base + offsets, mask=mask, other=float("-inf")).to(tl.float32)
+        if HAS_CAP:
+            x = tl.where(mask, softcap * _tanh(x / softcap), float("-inf"))
+        if HAS_T:
+            x = x * inverse
+        new_top = tl.maximum(top, tl.max(x, 0))
+        centre = tl.where(new_top == float("-inf"), 0.0, new_top)
+        x = x - centre
+        e = tl.exp(x)
+        shift = tl.where(total == 0.0, 0.0, top - centre)
+        scale = tl.where(total == 0.0, 0.0, tl.exp(shift))
+        carried = tl.where(scale == 0.0, 0.0, weighted + total * shift)
+        weighted = scale * carried + tl.sum(tl.where(e > 0.0, e * x, 0.0), 0)
+        total = scale * total + tl.sum(e, 0)
+        moved = tl.where(first == 0, 0.0, centred + first * (top - centre))
+        centred = moved + tl.sum(tl.where(mask, x, 0.0), 0)
+        top = new_top
+    tl.store(out_ptr + row, top)
+    tl.store(out_ptr + rows + row, total)
+    tl.store(out_ptr + 2 * rows + row, weighted)
+    tl.store(out_ptr + 3 * rows + row, centred)
+
+
+@triton.jit
+def _gradient_kernel(
+    out_ptr, x_ptr, inverse_ptr, top_ptr, log_total_ptr, a_ptr, b_ptr, c_ptr, d_ptr, target_ptr,
+    cols, x_stride, out_stride, softcap,
+    HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, HAS_A: tl.constexpr, HAS_C: tl.constexpr, HAS_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < cols
+    z = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=float("-inf")).to(tl.float32)
+    top = tl.load(top_ptr + row)
+    log_total = tl.load(log_total_ptr + row)
+    slope = 1.0
+    x = z
+    if HAS_CAP:
+        t = _tanh(z / softcap)
+        x = softcap * t
+        slope = 1.0 - t * t
+    if HAS_T:
+        inverse = tl.load(inverse_ptr + row)
+        x = x * inverse
+        slope = slope * inverse
+    lp = (x - top) - log_total
+    p = tl.exp(lp)
+    grad = p * tl.load(b_ptr + row)
+    if HAS_C:
+        grad += tl.where(p > 0.0, p * lp, 0.0) * tl.load(c_ptr + row)
+    if HAS_D:
+        grad += tl.load(d_ptr + row)
+    if HAS_A:
+        target = tl.load(target_ptr + row)
+        grad += tl.where(offsets == target, tl.load(a_ptr + row), 0.0)
+    if HAS_CAP or HAS_T:
+        grad = grad * slope
+    tl.store(out_ptr + row * out_stride + offsets, grad.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def row_statistics(logits: torch.Tensor, softcap: float, inverse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Maximum, sum of exponentials, weighted sum and centred sum, fp32 ``[n]`` each, of ``logits`` ``[n, v]``."""
+    n, v = logits.shape
+    out = torch.empty(4, n, device=logits.device, dtype=torch.float32)
+    _statistics_kernel[(n,)](
+        logits, out, inverse if inverse is not None else out, n, v, logits.stride(0), softcap,
+        HAS_CAP=softcap != 0.0, HAS_T=inverse is not None,
+        BLOCK=min(STATISTICS_BLOCK, max(16, triton.next_power_of_2(v))), num_warps=8,
+    )  # fmt: skip
+    return out.unbind()
+
+
+def row_gradient(
+    out: torch.Tensor, logits: torch.Tensor, softcap: float, inverse: torch.Tensor | None, co: Coefficients
+) -> None:
+    """Write the row gradient of ``logits`` ``[n, v]`` to ``out`` (it may be the same tensor)."""
+    n, v = logits.shape
+    block = min(GRADIENT_BLOCK, max(16, triton.next_power_of_2(v)))
+
+    def given(part: torch.Tensor | None) -> torch.Tensor:
+        return co.top if part is None else part
+
+    _gradient_kernel[(n, triton.cdiv(v, block))](
+        out, logits, given(inverse), co.top, co.log_total, given(co.a), co.b, given(co.c), given(co.d),
+        given(co.target), v, logits.stride(0), out.stride(0), softcap,
+        HAS_CAP=softcap != 0.0, HAS_T=inverse is not None, HAS_A=co.a is not None, HAS_C=co.c is not None,
+        HAS_D=co.d is not None, BLOCK=block, num_warps=8,
+    )  # fmt: skip
