@@ -178,7 +178,7 @@ class _Gradients:
             for tensor in (self.dh, self.dw, self.db):
                 if tensor is not None:
                     tensor *= inverse
-        none = self.hidden.new_empty(0)
-        dh = none if self.dh is None else self.part.put(self.dh)
-        db = none if self.db is None else (self.db.to(self.bias.dtype) if self.final else self.db)
-        return dh, none if self.dw is None else self.dw, db
+        dh = None if self.dh is None else self.part.put(self.dh)
+        db = self.db.to(self.bias.dtype) if self.final and self.db is not None else self.db
+        none_dtype = self.hidden.dtype if self.final else self.wide
+        return tuple(self.hidden.new_empty(0, dtype=none_dtype) if t is None else t for t in (dh, self.dw, db))

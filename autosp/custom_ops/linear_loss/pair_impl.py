@@ -226,7 +226,7 @@ class _Accumulated:
     def __init__(self, model: Model, part: Rows, wide: torch.dtype, local: int, tp: str) -> None:
         self.needs, self.part, self.local, self.tp = model.needs, part, local, tp
         device = model.hidden.device
-        self.none = torch.empty(0, device=device, dtype=wide)
+        self.like = torch.empty(0, device=device, dtype=wide)
         self.dh = self.dw = self.db = None
         if self.needs[0]:
             self.dh = torch.zeros(part.count, model.hidden.shape[1], device=device, dtype=wide)
@@ -259,5 +259,5 @@ class _Accumulated:
     def finished(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         for part in self.pending:
             groups.finish(part)
-        dh = self.none if self.dh is None else self.part.put(self.dh)
-        return dh, self.none if self.dw is None else self.dw, self.none if self.db is None else self.db
+        dh = None if self.dh is None else self.part.put(self.dh)
+        return tuple(self.like.new_empty(0) if t is None else t for t in (dh, self.dw, self.db))

@@ -296,11 +296,10 @@ class GradientSink:
             groups.start_all_reduce(self.dh, "sum", self.tp)
 
     def finished(self, hidden: torch.Tensor, part: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        none = self.h.new_empty(0)
-        dh = none
+        dh = None
         if self.dh is not None:
             if not self.reduced:
                 # An empty shard has nothing to add, but its group waits for it.
                 self._reduce()
             dh = part.put(groups.finish(self.dh).to(hidden.dtype))
-        return dh, none if self.dw is None else self.dw, none if self.db is None else self.db
+        return tuple(self.h.new_empty(0) if t is None else t for t in (dh, self.dw, self.db))
