@@ -152,7 +152,7 @@ def _per_token(given: Head, loss, ignore_index: int, keep: bool, buffer) -> tupl
     valid = given.target != ignore_index
     logprob, _, lse, mean, *_ = ops.linear_stats(
         given.hidden, given.weight, given.bias, given.target[:, None], valid, given.temperature, buffer,
-        given.softcap, *given.tail, keep, given.strict, given.debug,
+        given.softcap, *given.tail, False, loss.smoothing != 0, keep, given.strict, given.debug,
     )  # fmt: skip
     losses = loss.value(logprob[:, 0], mean, lse)
     return torch.where(valid, losses, 0.0), valid

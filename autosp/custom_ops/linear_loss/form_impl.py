@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import gemm, groups, plan, rows
+from . import _dispatch, gemm, groups, plan, rows
 from .problem import Head, Rows, Scratch, narrowing_scale, refuse_outside, row_shape
 from .stats_impl import Options, combine, found
 
@@ -79,12 +79,25 @@ def forward(
         logits = raw.view(last - first, shards.local)
         head.logits_into(logits, h)
         chunk = shape.rows(first, last)
-        co, losses = _chunk(logits, chunk, ids[first:last], live[first:last], shards, options, loss, state.factor)
-        total += losses.sum()
         grad = scratch.view(last - first, shards.local)
-        rows.gradient_into(grad, logits, chunk, co)
+        span = ids[first:last], live[first:last]
+        total += _losses_and_gradient(grad, logits, chunk, *span, shards, options, loss, state.factor).sum()
         state.add(grad, h, head, first, last)
     return total, *state.finished()
+
+
+def _losses_and_gradient(grad, logits, shape, ids, live, shards, options, loss, factor) -> torch.Tensor:
+    """Losses ``[n]`` of a chunk; its gradient goes to ``grad``, which may be ``logits``."""
+    alone = groups.group_size(options.tp) == 1 and logits.numel() > 0
+    if alone and _dispatch.use_triton(logits):
+        from . import kernels
+
+        extras = (loss.smoothing, loss.z_loss)
+        inverse = shape.inverse_temperature
+        return kernels.cross_entropy_rows(grad, logits, shape.softcap, inverse, ids, live, factor, *extras)
+    co, losses = _chunk(logits, shape, ids, live, shards, options, loss, factor)
+    rows.gradient_into(grad, logits, shape, co)
+    return losses
 
 
 def _chunk(logits, shape, ids, live, shards, options, loss, factor) -> tuple[rows.Coefficients, torch.Tensor]:
@@ -92,7 +105,7 @@ def _chunk(logits, shape, ids, live, shards, options, loss, factor) -> tuple[row
 
     ``dloss/dx = p (1 + 2 z_loss lse) - (1 - smoothing) [v = t] - smoothing / V``.
     """
-    state = rows.statistics(logits, shape)
+    state = rows.statistics(logits, shape, centred=loss.smoothing != 0)
     wide = state.top.dtype
     picked = torch.zeros(ids.shape[0], 1, device=logits.device, dtype=wide)
     rows.picked(logits, shape, ids[:, None], picked)
@@ -130,7 +143,7 @@ class _Gradients:
         self.dh = self.dw = self.db = None
         if needs[0]:
             dtype = hidden.dtype if self.final else self.wide
-            self.dh = torch.zeros(part.count, hidden.shape[1], device=device, dtype=dtype)
+            self.dh = torch.empty(part.count, hidden.shape[1], device=device, dtype=dtype)
         if needs[1] and main_grad is None:
             self.dw = torch.empty(weight.shape, device=device, dtype=self.wide)
         if needs[2]:

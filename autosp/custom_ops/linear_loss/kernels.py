@@ -15,8 +15,12 @@ import triton.language as tl
 if TYPE_CHECKING:
     from .rows import Coefficients
 
-STATISTICS_BLOCK = 8192
+STATISTICS_BLOCK = 4096
+STATISTICS_WARPS = 4
 GRADIENT_BLOCK = 4096
+SCALE_BLOCK = 4096
+ROW_BLOCK = 16384
+ROW_WARPS = 16
 
 
 @triton.jit
@@ -30,7 +34,7 @@ def _tanh(x):
 @triton.jit
 def _statistics_kernel(
     x_ptr, out_ptr, inverse_ptr, rows, cols, stride, softcap,
-    HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, WEIGHTED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = x_ptr + row * stride
@@ -38,9 +42,10 @@ def _statistics_kernel(
     if HAS_T:
         inverse = tl.load(inverse_ptr + row)
     top = float("-inf")
-    total = 0.0
-    weighted = 0.0
-    centred = 0.0
+    # Sums stay one a lane until the end: only the maximum is reduced across the program in the loop.
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    centred = tl.zeros([BLOCK], tl.float32)
     for first in range(0, cols, BLOCK):
         offsets = first + tl.arange(0, BLOCK)
         mask = offsets < cols
@@ -53,18 +58,24 @@ def _statistics_kernel(
         centre = tl.where(new_top == float("-inf"), 0.0, new_top)
         x = x - centre
         e = tl.exp(x)
-        shift = tl.where(total == 0.0, 0.0, top - centre)
-        scale = tl.where(total == 0.0, 0.0, tl.exp(shift))
-        carried = tl.where(scale == 0.0, 0.0, weighted + total * shift)
-        weighted = scale * carried + tl.sum(tl.where(e > 0.0, e * x, 0.0), 0)
-        total = scale * total + tl.sum(e, 0)
-        moved = tl.where(first == 0, 0.0, centred + first * (top - centre))
-        centred = moved + tl.sum(tl.where(mask, x, 0.0), 0)
+        # Nothing but -inf so far: the sums are zero and stay so.
+        shift = tl.where(top == float("-inf"), 0.0, top - centre)
+        scale = tl.exp(shift)
+        if WEIGHTED:
+            carried = tl.where(scale == 0.0, 0.0, weighted + total * shift)
+            weighted = scale * carried + tl.where(e > 0.0, e * x, 0.0)
+        if CENTRED:
+            # A whole row of -inf before this block has the sum -inf, and keeps it.
+            moved = tl.where(first == 0, 0.0, centred + (first // BLOCK) * (top - centre))
+            centred = moved + tl.where(mask, x, 0.0)
+        total = scale * total + e
         top = new_top
     tl.store(out_ptr + row, top)
-    tl.store(out_ptr + rows + row, total)
-    tl.store(out_ptr + 2 * rows + row, weighted)
-    tl.store(out_ptr + 3 * rows + row, centred)
+    tl.store(out_ptr + rows + row, tl.sum(total, 0))
+    if WEIGHTED:
+        tl.store(out_ptr + 2 * rows + row, tl.sum(weighted, 0))
+    if CENTRED:
+        tl.store(out_ptr + 3 * rows + row, tl.sum(centred, 0))
 
 
 @triton.jit
@@ -105,14 +116,19 @@ def _gradient_kernel(
     tl.store(out_ptr + row * out_stride + offsets, grad.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def row_statistics(logits: torch.Tensor, softcap: float, inverse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Maximum, sum of exponentials, weighted sum and centred sum, fp32 ``[n]`` each, of ``logits`` ``[n, v]``."""
+def row_statistics(
+    logits: torch.Tensor, softcap: float, inverse: torch.Tensor | None, weighted: bool, centred: bool
+) -> tuple[torch.Tensor, ...]:
+    """Maximum, sum of exponentials, weighted sum and centred sum, fp32 ``[n]`` each, of ``logits`` ``[n, v]``.
+
+    The last two are zeros unless wanted.
+    """
     n, v = logits.shape
-    out = torch.empty(4, n, device=logits.device, dtype=torch.float32)
+    out = torch.zeros(4, n, device=logits.device, dtype=torch.float32)
     _statistics_kernel[(n,)](
         logits, out, inverse if inverse is not None else out, n, v, logits.stride(0), softcap,
-        HAS_CAP=softcap != 0.0, HAS_T=inverse is not None,
-        BLOCK=min(STATISTICS_BLOCK, max(16, triton.next_power_of_2(v))), num_warps=8,
+        HAS_CAP=softcap != 0.0, HAS_T=inverse is not None, WEIGHTED=weighted, CENTRED=centred,
+        BLOCK=min(STATISTICS_BLOCK, max(16, triton.next_power_of_2(v))), num_warps=STATISTICS_WARPS,
     )  # fmt: skip
     return out.unbind()
 
@@ -131,5 +147,126 @@ def row_gradient(
         out, logits, given(inverse), co.top, co.log_total, given(co.a), co.b, given(co.c), given(co.d),
         given(co.target), v, logits.stride(0), out.stride(0), softcap,
         HAS_CAP=softcap != 0.0, HAS_T=inverse is not None, HAS_A=co.a is not None, HAS_C=co.c is not None,
-        HAS_D=co.d is not None, BLOCK=block, num_warps=8,
+        HAS_D=co.d is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit
+def _scale_kernel(out_ptr, x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < count
+    x = tl.load(x_ptr + offsets, mask=mask) * tl.load(factor_ptr)
+    tl.store(out_ptr + offsets, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def scale_into(out: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
+    """``out = factor * x`` of contiguous fp32 ``x`` and a one-element fp32 ``factor``, rounded once to ``out``'s dtype.
+
+    PyTorch's ``mul`` into another dtype converts element by element, at a third of the bandwidth.
+    """
+    count = x.numel()
+    _scale_kernel[(triton.cdiv(count, SCALE_BLOCK),)](out, x, factor, count, BLOCK=SCALE_BLOCK, num_warps=4)
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    out_ptr, x_ptr, loss_ptr, inverse_ptr, target_ptr, live_ptr, factor_ptr,
+    rows, cols, x_stride, out_stride, softcap, smoothing, z_loss,
+    HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    while row < rows:
+        base = x_ptr + row * x_stride
+        target = tl.load(target_ptr + row)
+        hit = (target >= 0) & (target < cols)
+        # Read before the first reduction: a later barrier keeps it ahead of the gradient that overwrites the row.
+        picked = tl.load(base + target, mask=hit, other=0.0).to(tl.float32)
+        inverse = 1.0
+        if HAS_CAP:
+            picked = softcap * _tanh(picked / softcap)
+        if HAS_T:
+            inverse = tl.load(inverse_ptr + row)
+            picked = picked * inverse
+        top = float("-inf")
+        sums = tl.zeros([BLOCK], tl.float32)
+        centred = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, cols, BLOCK):
+            offsets = first + tl.arange(0, BLOCK)
+            mask = offsets < cols
+            x = tl.load(base + offsets, mask=mask, other=float("-inf")).to(tl.float32)
+            if HAS_CAP:
+                x = tl.where(mask, softcap * _tanh(x / softcap), float("-inf"))
+            if HAS_T:
+                x = x * inverse
+            new_top = tl.maximum(top, tl.max(x, 0))
+            centre = tl.where(new_top == float("-inf"), 0.0, new_top)
+            x = x - centre
+            scale = tl.exp(tl.where(top == float("-inf"), 0.0, top - centre))
+            if HAS_SMOOTHING:
+                moved = tl.where(first == 0, 0.0, centred + (first // BLOCK) * (top - centre))
+                centred = moved + tl.where(mask, x, 0.0)
+            sums = scale * sums + tl.exp(x)
+            top = new_top
+        log_total = tl.log(tl.sum(sums, 0))
+        lse = top + log_total
+        logprob = tl.where(hit, (picked - top) - log_total, float("nan"))
+        loss = -(1.0 - smoothing) * logprob + z_loss * lse * lse
+        if HAS_SMOOTHING:
+            loss -= smoothing * (tl.sum(centred, 0) / cols - log_total)
+        counts = tl.load(live_ptr + row) != 0
+        tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
+        weight = tl.where(counts, tl.where(hit, 1.0, float("nan")), 0.0)
+        if HAS_FACTOR:
+            weight = weight * tl.load(factor_ptr)
+        a = -(1.0 - smoothing) * weight
+        b = weight * (1.0 + 2.0 * z_loss * lse)
+        d = -smoothing / cols * weight
+        for first in range(0, cols, BLOCK):
+            offsets = first + tl.arange(0, BLOCK)
+            mask = offsets < cols
+            x = tl.load(base + offsets, mask=mask, other=float("-inf")).to(tl.float32)
+            if HAS_CAP:
+                t = _tanh(x / softcap)
+                x = softcap * t
+                slope = 1.0 - t * t
+            if HAS_T:
+                x = x * inverse
+            grad = tl.exp((x - top) - log_total) * b + tl.where(offsets == target, a, 0.0)
+            if HAS_SMOOTHING:
+                grad += d
+            if HAS_CAP:
+                grad = grad * slope
+            if HAS_T:
+                grad = grad * inverse
+            tl.store(out_ptr + row * out_stride + offsets, grad.to(out_ptr.dtype.element_ty), mask=mask)
+        row += tl.num_programs(0)
+
+
+def cross_entropy_rows(
+    out: torch.Tensor, logits: torch.Tensor, softcap: float, inverse: torch.Tensor | None, target: torch.Tensor,
+    live: torch.Tensor, factor: torch.Tensor | None, smoothing: float, z_loss: float,
+) -> torch.Tensor:  # fmt: skip
+    """Losses ``[n]`` of whole rows, and their gradient written to ``out`` (it may be ``logits``), without a group.
+
+    The grid has one program a multiprocessor, so that the rows in flight stay in the L2 cache between the read that finds
+    the normalizer and the one that writes the gradient: each logit crosses the memory bus twice instead of three times.
+
+    Args:
+        target: ``[n]`` int64 columns; outside the block gives NaN. live: ``[n]`` bool, the rows that count.
+        factor: one fp32 number that multiplies the gradient, or ``None``.
+    """
+    n, v = logits.shape
+    losses = torch.empty(n, device=logits.device, dtype=torch.float32)
+    _cross_entropy_kernel[(min(n, programs(logits.device)),)](
+        out, logits, losses, losses if inverse is None else inverse, target, live.view(torch.uint8),
+        losses if factor is None else factor, n, v, logits.stride(0), out.stride(0), softcap, smoothing, z_loss,
+        HAS_CAP=softcap != 0.0, HAS_T=inverse is not None, HAS_FACTOR=factor is not None,
+        HAS_SMOOTHING=smoothing != 0.0, BLOCK=min(ROW_BLOCK, max(16, triton.next_power_of_2(v))), num_warps=ROW_WARPS,
+    )  # fmt: skip
+    return losses
+
+
+def programs(device: torch.device) -> int:
+    """Programs that are in flight at once: one a multiprocessor; a few in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

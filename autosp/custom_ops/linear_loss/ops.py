@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autosp.errors import InternalError
 
-from . import form_impl, stats_impl
+from . import _dispatch, form_impl, stats_impl
 from .gemm import accumulator_dtype, logits_dtype
 from .no_autocast import without_autocast
 
@@ -28,35 +28,36 @@ def _options(
 def linear_stats(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, valid: Tensor | None,
     temperature: Tensor | None, main_grad: Tensor | None, softcap: float, tp: str, start: int, end: int,
-    chunk_size: int, dtype: torch.dtype, keep: bool, strict: bool, debug: bool,
+    chunk_size: int, dtype: torch.dtype, want_entropy: bool, want_mean: bool, keep: bool, strict: bool, debug: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Per-token statistics; see ``stats_impl.Statistics``.
 
     Returns:
-        ``logprob [N, K]``, ``entropy [N]``, ``lse [N]``, ``mean [N]`` (differentiable), ``is_top [N, K]`` bool,
+        ``logprob [N, K]``, ``entropy [N]``, ``lse [N]``, ``mean [N]`` (differentiable; no elements if not wanted), ``is_top [N, K]`` bool,
         ``top [N]``, ``log_total [N]``, ``layout [3]`` int64 on the CPU, ``kept [N or 0, V_local]``.
     """
     options = _options(softcap, tp, start, end, chunk_size, dtype, strict, debug)
     with without_autocast(hidden):
-        s = stats_impl.forward(hidden, weight, bias, index, valid, temperature, options, keep)
+        wants = (want_entropy, want_mean)
+        s = stats_impl.forward(hidden, weight, bias, index, valid, temperature, options, keep, wants)
         lse = s.top + s.log_total
     return s.logprob, s.entropy, lse, s.mean, s.is_top, s.top, s.log_total, s.layout, s.kept
 
 
 @linear_stats.register_fake
 def _(
-    hidden, weight, bias, index, valid, temperature, main_grad, softcap, tp, start, end, chunk_size, dtype, keep,
-    strict, debug,
+    hidden, weight, bias, index, valid, temperature, main_grad, softcap, tp, start, end, chunk_size, dtype,
+    want_entropy, want_mean, keep, strict, debug,
 ):  # fmt: skip
     wide = accumulator_dtype(dtype)
     n = hidden.shape[0]
 
-    def vector():
-        return hidden.new_empty(n, dtype=wide)
+    def vector(wanted=True):
+        return hidden.new_empty(n if wanted else 0, dtype=wide)
 
     kept_dtype = logits_dtype(hidden.device, dtype, bias is not None)
     return (
-        hidden.new_empty(index.shape, dtype=wide), vector(), vector(), vector(),
+        hidden.new_empty(index.shape, dtype=wide), vector(want_entropy), vector(), vector(want_mean),
         hidden.new_empty(index.shape, dtype=torch.bool), vector(), vector(),
         torch.empty(3, dtype=_INT, device="cpu"), hidden.new_empty(n if keep else 0, weight.shape[0], dtype=kept_dtype),
     )  # fmt: skip
@@ -76,7 +77,7 @@ def _stats_setup(ctx, inputs, output) -> None:
 
 
 def _stats_backward(ctx, g_logprob, g_entropy, g_lse, g_mean, *_):
-    none = (None,) * 13
+    none = (None,) * 15
     if g_logprob is None and g_entropy is None and g_lse is None and g_mean is None:
         return (None, None, None, *none)
     needs = ctx.needs_input_grad[:3]
@@ -212,13 +213,18 @@ linear_cross_entropy.register_autograd(_formed_backward, setup_context=_formed_s
 @torch.library.custom_op("autosp::linear_scale_gradient", mutates_args=())
 def scale_gradient(upstream: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     """``upstream`` (a number) times ``grad`` in ``grad``'s dtype, rounded once to ``dtype``; one pass."""
-    out = torch.empty_like(grad, dtype=dtype)
+    out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+    if _dispatch.use_triton(grad) and grad.is_contiguous() and grad.numel():
+        from . import kernels
+
+        kernels.scale_into(out, grad, upstream.to(torch.float32))
+        return out
     return torch.mul(grad, upstream.to(grad.dtype), out=out)
 
 
 @scale_gradient.register_fake
 def _(upstream, grad, dtype):
-    return torch.empty_like(grad, dtype=dtype)
+    return grad.new_empty(grad.shape, dtype=dtype)
 
 
 @torch.library.custom_op("autosp::linear_add_scaled", mutates_args={"main_grad"})

@@ -81,8 +81,8 @@ class State:
         return torch.log(self.total)
 
 
-def statistics(logits: torch.Tensor, shape: Shape) -> State:
-    """Statistics of the rows of ``logits`` (``[n, v]``, ``v`` may be 0), read once."""
+def statistics(logits: torch.Tensor, shape: Shape, weighted: bool = False, centred: bool = False) -> State:
+    """Statistics of the rows of ``logits`` (``[n, v]``, ``v`` may be 0), read once; W and Z are zeros unless wanted."""
     n, v = logits.shape
     wide = accumulator_dtype(logits.dtype)
     if n == 0 or v == 0:
@@ -90,8 +90,8 @@ def statistics(logits: torch.Tensor, shape: Shape) -> State:
     if _dispatch.use_triton(logits):
         from . import kernels
 
-        return State(*kernels.row_statistics(logits, shape.softcap, shape.inverse_temperature), v)
-    out = torch.empty(4, n, device=logits.device, dtype=wide)
+        return State(*kernels.row_statistics(logits, shape.softcap, shape.inverse_temperature, weighted, centred), v)
+    out = torch.zeros(4, n, device=logits.device, dtype=wide)
     step = max(1, _PLAIN_ELEMENTS // v)
     for r in range(0, n, step):
         x = shape.rows(r, r + step).apply(logits[r : r + step].to(wide))
@@ -100,8 +100,10 @@ def statistics(logits: torch.Tensor, shape: Shape) -> State:
         e = torch.exp(x)
         out[0, r : r + step] = top
         out[1, r : r + step] = e.sum(1)
-        out[3, r : r + step] = x.sum(1)
-        out[2, r : r + step] = torch.where(e > 0, e * x, 0.0).sum(1)
+        if centred:
+            out[3, r : r + step] = x.sum(1)
+        if weighted:
+            out[2, r : r + step] = torch.where(e > 0, e * x, 0.0).sum(1)
     return State(*out.unbind(), v)
 
 

@@ -74,8 +74,14 @@ def forward(
     temperature: torch.Tensor | None,
     options: Options,
     keep: bool,
+    wants: tuple[bool, bool],
 ) -> Statistics:
-    """Statistics of ``hidden [N, H] @ weight [V_local, H].T``; ``index`` is ``[N, K]`` int64 global ids, K may be 0."""
+    """Statistics of ``hidden [N, H] @ weight [V_local, H].T``.
+
+    Args:
+        index: ``[N, K]`` int64 global ids, K may be 0. valid: ``[N]`` bool, the rows that count.
+        wants: whether the entropy and the mean are wanted; otherwise they have no elements.
+    """
     total_rows = hidden.shape[0]
     part = Rows.counted(valid, total_rows)
     shards = groups.agree_on_shards(
@@ -97,7 +103,7 @@ def forward(
         for first, block in _blocks(h, head, shards, options, kept if keep else None):
             head.logits_into(block, h, first)
             rows.picked(block, shape, ids - (shards.start + first), picked)
-            state = state.merged(rows.statistics(block, shape))
+            state = state.merged(rows.statistics(block, shape, *wants))
     hits = found(ids, shards.start, shards.local).to(wide)
     extra = [*picked.unbind(1), *hits.unbind(1)]
     state, extra = combine(state, extra, options.tp, shards.total)
@@ -111,11 +117,16 @@ def forward(
     entropy = state.log_total - state.weighted / state.total
     mean = state.centred / max(1, shards.total) - state.log_total
     layout = torch.tensor([shards.start, shards.local, shards.total])
-    outputs = [logprob, is_top, state.top.clone(), state.log_total, entropy, mean]
+    outputs = [logprob, is_top, state.top.clone(), state.log_total]
+    outputs += [extra for extra, wanted in ((entropy, wants[0]), (mean, wants[1])) if wanted]
     if valid is not None and part.index is None:
         # Nothing was compacted (all rows count, or a CUDA graph is captured): what does not count is masked.
         outputs = [torch.where(valid.view(-1, *[1] * (v.dim() - 1)), v, torch.zeros_like(v)) for v in outputs]
-    return Statistics(*(part.put(v) for v in outputs), layout, kept)
+    outputs = [part.put(v) for v in outputs]
+    for place, wanted in ((4, wants[0]), (5, wants[1])):
+        if not wanted:
+            outputs.insert(place, h.new_empty(0, dtype=wide))
+    return Statistics(*outputs, layout, kept)
 
 
 def _blocks(h: torch.Tensor, head: Head, shards: groups.Shards, options: Options, kept: torch.Tensor | None):
@@ -252,9 +263,11 @@ class GradientSink:
         self.wide = gemm.accumulator_dtype(h.dtype)
         self.dh = self.dw = self.db = None
         if needs[0]:
-            self.dh = torch.zeros(h.shape, device=h.device, dtype=self.wide)
+            self.dh = torch.empty(h.shape, device=h.device, dtype=self.wide)
         if needs[1] and main_grad is None:
-            self.dw = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+            # Every block of the local rows is written; padding rows, or all rows without a token, are zero.
+            self.dw = torch.empty(weight.shape, device=h.device, dtype=weight.dtype)
+            self.dw[head.weight.shape[0] if h.shape[0] else 0 :].zero_()
         if needs[2]:
             self.db = torch.zeros_like(bias)
         self.needs = needs
@@ -300,6 +313,7 @@ class GradientSink:
         if self.dh is not None:
             if not self.reduced:
                 # An empty shard has nothing to add, but its group waits for it.
+                self.dh.zero_()
                 self._reduce()
             dh = part.put(groups.finish(self.dh).to(hidden.dtype))
         return tuple(self.h.new_empty(0) if t is None else t for t in (dh, self.dw, self.db))

@@ -79,14 +79,14 @@ def _logprobs(given: Head, ignore_index: int, memory: str, buffer) -> tuple[Tens
     index = given.target if given.target.dim() == 2 else given.target[:, None]
     valid = index != ignore_index
     counts = valid.any(1)
-    logprob, *_ = _stats(given, index, counts, memory, buffer)
+    logprob, *_ = _stats(given, index, counts, memory, buffer, False)
     return torch.where(valid, logprob, 0.0), valid
 
 
-def _stats(given: Head, index: Tensor, valid: Tensor | None, memory: str, buffer):
+def _stats(given: Head, index: Tensor, valid: Tensor | None, memory: str, buffer, entropy: bool = True):
     return ops.linear_stats(
         given.hidden, given.weight, given.bias, index, valid, given.temperature, buffer, given.softcap, *given.tail,
-        plan_keep(given, memory), given.strict, given.debug,
+        entropy, False, plan_keep(given, memory), given.strict, given.debug,
     )  # fmt: skip
 
 
