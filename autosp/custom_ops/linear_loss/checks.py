@@ -7,7 +7,7 @@ from torch import Tensor
 
 from autosp.errors import InputError
 
-from .no_autocast import compute_dtype
+from .modes import compute_dtype
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)

@@ -15,9 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _dispatch, gemm, groups, plan, rows
-from .problem import Head, Rows, Scratch, narrowing_scale, refuse_outside, row_shape
+from . import gemm, groups, plan, rows
+from .problem import Counting, Head, Scratch, narrowing_scale, refuse_outside, row_shape
 from .stats_impl import Options, combine, found
+
+
+EARLY_ROWS = 256
+"""Enough rows to keep a device busy for the few hundred microseconds that the host needs."""
 
 
 @dataclass(frozen=True)
@@ -52,52 +56,74 @@ def forward(
     The gradients are fp32 and of upstream 1 without ``promised``; with it they are final and in the inputs' dtypes. One
     that is not needed (or went to ``main_grad``) has no elements.
     """
-    part = Rows.counted(valid, hidden.shape[0])
-    shards = groups.agree_on_shards(
-        weight.shape[0], options.start, options.end, part.count, options.chunk_size, hidden.device, options.tp
-    )
+    run = _Run(hidden, weight, bias, valid, temperature, loss, options, needs, main_grad)
     if options.debug:
         groups.check_same_hidden(hidden, "hidden", options.tp)
     if options.strict:
-        refuse_outside(target[:, None], valid, shards)
-    head = Head.of(weight, bias, shards.local, options.dtype)
+        refuse_outside(target[:, None], valid, run.shards)
+    part, shards, shape = run.part, run.shards, run.shape
     ids = part.take(target) - shards.start
     live = part.take(valid)
-    shape = row_shape(temperature, options.softcap, part, options.dtype)
     state = _Gradients(hidden, weight, bias, part, needs, main_grad, promised, options, shape, loss)
     total = torch.zeros((), device=hidden.device, dtype=state.wide)
-    two = head.logits_dtype != options.dtype
-    width = torch.empty((), dtype=head.logits_dtype).element_size() + (2 if two else 0)
-    budget = plan.CHUNK_BYTES_IN_PLACE if main_grad is not None else plan.CHUNK_BYTES
-    step = plan.chunk_rows(options.chunk_size, part.count, shards.largest, shards.total, width, budget)
-    raw = Scratch(step, shards.local, head.logits_dtype, hidden.device)
-    scratch = Scratch(step, shards.local, options.dtype, hidden.device) if two else raw
-    for first in range(0, part.count, step):
-        last = min(part.count, first + step)
-        h = hidden[first:last] if part.index is None else hidden.index_select(0, part.index[first:last])
-        h = h.to(options.dtype)
-        logits = raw.view(last - first, shards.local)
-        head.logits_into(logits, h)
-        chunk = shape.rows(first, last)
-        grad = scratch.view(last - first, shards.local)
+    for first, last, h, logits, grad in run.chunks(hidden):
         span = ids[first:last], live[first:last]
-        total += _losses_and_gradient(grad, logits, chunk, *span, shards, options, loss, state.factor).sum()
-        state.add(grad, h, head, first, last)
+        total += _losses_and_gradient(grad, logits, shape.rows(first, last), *span, shards, options, loss, state.factor)
+        state.add(grad, h, run.head, first, last)
     return total, *state.finished()
 
 
-def _losses_and_gradient(grad, logits, shape, ids, live, shards, options, loss, factor) -> torch.Tensor:
-    """Losses ``[n]`` of a chunk; its gradient goes to ``grad``, which may be ``logits``."""
-    alone = groups.group_size(options.tp) == 1 and logits.numel() > 0
-    if alone and _dispatch.use_triton(logits):
-        from . import kernels
+class _Run:
+    """The chunks of tokens and their buffers.
 
-        extras = (loss.smoothing, loss.z_loss)
-        inverse = shape.inverse_temperature
-        return kernels.cross_entropy_rows(grad, logits, shape.softcap, inverse, ids, live, factor, *extras)
+    Without a group the first few rows' logits are launched before the number of tokens that count is waited for: the
+    device does not idle while the host learns it, and at most those rows are computed in vain.
+    """
+
+    def __init__(self, hidden, weight, bias, valid, temperature, loss, options, needs, main_grad) -> None:
+        total = hidden.shape[0]
+        counting = Counting(valid, total, hidden.device)
+        alone = groups.group_size(options.tp) == 1
+        early = total if alone else counting.rows().count
+        self.shards = groups.agree_on_shards(
+            weight.shape[0], options.start, options.end, early, options.chunk_size, hidden.device, options.tp
+        )
+        self.dtype = options.dtype
+        self.head = Head.of(weight, bias, self.shards.local, options.dtype)
+        two = self.head.logits_dtype != options.dtype
+        width = torch.empty((), dtype=self.head.logits_dtype).element_size() + (2 if two else 0)
+        budget = plan.chunk_budget(weight, needs[1], main_grad is not None)
+        sizes = self.shards.largest, self.shards.total
+        self.step = plan.chunk_rows(options.chunk_size, early, *sizes, width, budget)
+        self._raw = Scratch(self.step, self.shards.local, self.head.logits_dtype, hidden.device)
+        self._grad = Scratch(self.step, self.shards.local, options.dtype, hidden.device) if two else self._raw
+        self._early = 0
+        if alone and total:
+            rows_ = min(self.step, total, EARLY_ROWS)
+            h = hidden if valid is None else hidden.index_select(0, counting.order[:rows_])
+            self.head.logits_into(self._raw.view(rows_, self.shards.local), h[:rows_].to(options.dtype))
+            self._early = rows_
+        self.part = counting.rows()
+        if self.part.count:
+            self.step = min(self.step, plan.chunk_rows(options.chunk_size, self.part.count, *sizes, width, budget))
+        self.shape = row_shape(temperature, options.softcap, self.part, options.dtype)
+
+    def chunks(self, hidden: torch.Tensor):
+        """First and last row, hidden states, raw logits, and where the gradient goes (over them, or beside)."""
+        for first in range(0, self.part.count, self.step):
+            last = min(self.part.count, first + self.step)
+            logits = self._raw.view(last - first, self.shards.local)
+            h = self.part.chunk(hidden, first, last).to(self.dtype)
+            done = self._early if first == 0 else 0
+            self.head.logits_into(logits[done:], h[done:])
+            yield first, last, h, logits, self._grad.view(last - first, self.shards.local)
+
+
+def _losses_and_gradient(grad, logits, shape, ids, live, shards, options, loss, factor) -> torch.Tensor:
+    """Sum of a chunk's losses; its gradient goes to ``grad``, which may be ``logits``."""
     co, losses = _chunk(logits, shape, ids, live, shards, options, loss, factor)
     rows.gradient_into(grad, logits, shape, co)
-    return losses
+    return losses.sum()
 
 
 def _chunk(logits, shape, ids, live, shards, options, loss, factor) -> tuple[rows.Coefficients, torch.Tensor]:

@@ -13,7 +13,7 @@ from autosp.errors import InternalError
 
 from . import _dispatch, form_impl, stats_impl
 from .gemm import accumulator_dtype, logits_dtype
-from .no_autocast import without_autocast
+from .modes import refuse_second_derivative, without_autocast
 
 _INT = torch.int64
 
@@ -29,19 +29,19 @@ def linear_stats(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, valid: Tensor | None,
     temperature: Tensor | None, main_grad: Tensor | None, softcap: float, tp: str, start: int, end: int,
     chunk_size: int, dtype: torch.dtype, want_entropy: bool, want_mean: bool, keep: bool, strict: bool, debug: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Per-token statistics; see ``stats_impl.Statistics``.
 
     Returns:
         ``logprob [N, K]``, ``entropy [N]``, ``lse [N]``, ``mean [N]`` (differentiable; no elements if not wanted), ``is_top [N, K]`` bool,
-        ``top [N]``, ``log_total [N]``, ``layout [3]`` int64 on the CPU, ``kept [N or 0, V_local]``.
+        ``top [N]``, ``log_total [N]``, ``order [N or 0]`` int64, ``layout [4]`` int64 on the CPU, ``kept [N or 0, V_local]``.
     """
     options = _options(softcap, tp, start, end, chunk_size, dtype, strict, debug)
     with without_autocast(hidden):
         wants = (want_entropy, want_mean)
         s = stats_impl.forward(hidden, weight, bias, index, valid, temperature, options, keep, wants)
         lse = s.top + s.log_total
-    return s.logprob, s.entropy, lse, s.mean, s.is_top, s.top, s.log_total, s.layout, s.kept
+    return s.logprob, s.entropy, lse, s.mean, s.is_top, s.top, s.log_total, s.order, s.layout, s.kept
 
 
 @linear_stats.register_fake
@@ -59,17 +59,18 @@ def _(
     return (
         hidden.new_empty(index.shape, dtype=wide), vector(want_entropy), vector(), vector(want_mean),
         hidden.new_empty(index.shape, dtype=torch.bool), vector(), vector(),
-        torch.empty(3, dtype=_INT, device="cpu"), hidden.new_empty(n if keep else 0, weight.shape[0], dtype=kept_dtype),
+        hidden.new_empty(0 if valid is None else n, dtype=_INT),
+        torch.empty(4, dtype=_INT, device="cpu"), hidden.new_empty(n if keep else 0, weight.shape[0], dtype=kept_dtype),
     )  # fmt: skip
 
 
 def _stats_setup(ctx, inputs, output) -> None:
-    hidden, weight, bias, index, valid, temperature, main_grad, softcap, tp, start, end, chunk_size, dtype = inputs[:13]
-    logprob, entropy, _, _, is_top, top, log_total, layout, kept = output
+    hidden, weight, bias, index, _, temperature, main_grad, softcap, tp, _, _, chunk_size, dtype = inputs[:13]
+    logprob, entropy, _, _, is_top, top, log_total, order, layout, kept = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(is_top, top, log_total, layout, kept)
+    ctx.mark_non_differentiable(is_top, top, log_total, order, layout, kept)
     ctx.save_for_backward(
-        hidden, weight, bias, index, valid, temperature, logprob, entropy, top, log_total, layout, kept
+        hidden, weight, bias, index, temperature, logprob, entropy, top, log_total, order, layout, kept
     )
     # Not among the saved tensors: every backward of the step adds to it.
     ctx.main_grad = main_grad
@@ -77,13 +78,14 @@ def _stats_setup(ctx, inputs, output) -> None:
 
 
 def _stats_backward(ctx, g_logprob, g_entropy, g_lse, g_mean, *_):
+    refuse_second_derivative()
     none = (None,) * 15
     if g_logprob is None and g_entropy is None and g_lse is None and g_mean is None:
         return (None, None, None, *none)
     needs = ctx.needs_input_grad[:3]
-    hidden, weight, bias, index, valid, temperature, *saved = ctx.saved_tensors
+    hidden, weight, bias, index, temperature, *saved = ctx.saved_tensors
     dh, dw, db = linear_stats_backward(
-        g_logprob, g_entropy, g_lse, g_mean, hidden, weight, bias, index, valid, temperature, *saved, ctx.main_grad,
+        g_logprob, g_entropy, g_lse, g_mean, hidden, weight, bias, index, temperature, *saved, ctx.main_grad,
         *ctx.settings, *needs,
     )  # fmt: skip
     takes_weight = needs[1] and ctx.main_grad is None
@@ -96,26 +98,23 @@ linear_stats.register_autograd(_stats_backward, setup_context=_stats_setup)
 @torch.library.custom_op("autosp::linear_stats_backward", mutates_args={"main_grad"})
 def linear_stats_backward(
     g_logprob: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, g_mean: Tensor | None,
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, valid: Tensor | None,
-    temperature: Tensor | None, logprob: Tensor, entropy: Tensor, top: Tensor, log_total: Tensor, layout: Tensor,
-    kept: Tensor, main_grad: Tensor | None, softcap: float, tp: str, chunk_size: int, dtype: torch.dtype,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, temperature: Tensor | None, logprob: Tensor,
+    entropy: Tensor, top: Tensor, log_total: Tensor, order: Tensor, layout: Tensor, kept: Tensor, main_grad: Tensor | None, softcap: float, tp: str, chunk_size: int, dtype: torch.dtype,
     need_hidden: bool, need_weight: bool, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of hidden, weight and bias from those of the statistics; see ``stats_impl.backward``."""
-    stats = stats_impl.Statistics(logprob, logprob, top, log_total, entropy, entropy, layout, kept)
+    stats = stats_impl.Statistics(logprob, logprob, top, log_total, entropy, entropy, order, layout, kept)
     up = stats_impl.Upstream(g_logprob, g_entropy, g_lse, g_mean)
     options = _options(softcap, tp, -1, -1, chunk_size, dtype)
     needs = (need_hidden, need_weight, need_bias)
     with without_autocast(hidden):
-        return stats_impl.backward(
-            up, stats, hidden, weight, bias, index, valid, temperature, options, needs, main_grad
-        )
+        return stats_impl.backward(up, stats, hidden, weight, bias, index, temperature, options, needs, main_grad)
 
 
 @linear_stats_backward.register_fake
 def _(
-    g_logprob, g_entropy, g_lse, g_mean, hidden, weight, bias, index, valid, temperature, logprob, entropy, top,
-    log_total, layout, kept, main_grad, softcap, tp, chunk_size, dtype, need_hidden, need_weight, need_bias,
+    g_logprob, g_entropy, g_lse, g_mean, hidden, weight, bias, index, temperature, logprob, entropy, top, log_total,
+    order, layout, kept, main_grad, softcap, tp, chunk_size, dtype, need_hidden, need_weight, need_bias,
 ):  # fmt: skip
     none = hidden.new_empty(0, dtype=dtype)
     return (
@@ -197,6 +196,7 @@ def scaled(upstream, grads, needs, formed, dtypes) -> list[Tensor | None]:
 
 
 def _formed_backward(ctx, upstream, *_):
+    refuse_second_derivative()
     if upstream is None:
         return (None,) * 20
     needs, grads = list(ctx.needs_input_grad[:3]), ctx.saved_tensors

@@ -8,7 +8,7 @@ from torch import Tensor
 from autosp.errors import InputError
 
 from . import form_impl
-from .no_autocast import without_autocast
+from .modes import refuse_second_derivative, without_autocast
 from .ops import _options
 
 
@@ -67,6 +67,7 @@ def _attach_setup(ctx, inputs, output) -> None:
 
 
 def _attach_backward(ctx, upstream):
+    refuse_second_derivative()
     dh, db, promised = ctx.saved_tensors
     needs = ctx.needs_input_grad
     grads = [as_promised(upstream, promised, g) if need else None for g, need in ((dh, needs[1]), (db, needs[3]))]

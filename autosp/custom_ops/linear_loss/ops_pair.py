@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import pair_impl
 from .gemm import accumulator_dtype
-from .no_autocast import without_autocast
+from .modes import refuse_second_derivative, without_autocast
 from .ops import _options, scaled
 from .pair_rows import Kind
 
@@ -22,7 +22,7 @@ def linear_pair(
     sh: Tensor, sw: Tensor, sb: Tensor | None, th: Tensor, tw: Tensor, tb: Tensor | None, valid: Tensor | None,
     temperature: Tensor | None, code: int, beta: float, s_cap: float, t_cap: float, tp: str, start: int, end: int,
     chunk_size: int, dtype: torch.dtype, debug: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Divergence per token.
 
     Args:
@@ -30,7 +30,7 @@ def linear_pair(
         code, beta: see ``pair_rows.Kind``.
 
     Returns:
-        ``value [N]`` (differentiable), statistics ``[6, N]``, ``layout [3]`` int64 on the CPU.
+        ``value [N]`` (differentiable), statistics ``[6, N]``, ``order [N or 0]``, ``layout [4]`` int64 on the CPU.
     """
     kind = Kind(code, beta)
     student, teacher = _models(sh, sw, sb, th, tw, tb, s_cap, t_cap, (False,) * 6)
@@ -38,7 +38,7 @@ def linear_pair(
     with without_autocast(sh):
         stats = pair_impl.forward(student, teacher, valid, temperature, kind, options)
         value = kind.value(stats.table[4], stats.table[5]).clone()
-    return value, stats.table, stats.layout
+    return value, stats.table, stats.order, stats.layout
 
 
 @linear_pair.register_fake
@@ -47,18 +47,21 @@ def _(
 ):  # fmt: skip
     wide = accumulator_dtype(dtype)
     n = sh.shape[0]
-    return sh.new_empty(n, dtype=wide), sh.new_empty(6, n, dtype=wide), torch.empty(3, dtype=torch.int64, device="cpu")
+    order = sh.new_empty(0 if valid is None else n, dtype=torch.int64)
+    layout = torch.empty(4, dtype=torch.int64, device="cpu")
+    return sh.new_empty(n, dtype=wide), sh.new_empty(6, n, dtype=wide), order, layout
 
 
 def _pair_setup(ctx, inputs, output) -> None:
-    _, table, layout = output
+    _, *saved = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(table, layout)
-    ctx.save_for_backward(*inputs[:8], table, layout)
+    ctx.mark_non_differentiable(*saved)
+    ctx.save_for_backward(*inputs[:6], inputs[7], *saved)
     ctx.settings = (*inputs[8:13], *inputs[15:17])
 
 
 def _pair_backward(ctx, upstream, *_):
+    refuse_second_derivative()
     if upstream is None:
         return (None,) * 18
     needs = list(ctx.needs_input_grad[:6])
@@ -76,22 +79,22 @@ def _none(tensor: Tensor) -> Tensor:
 @torch.library.custom_op("autosp::linear_pair_backward", mutates_args=())
 def linear_pair_backward(
     upstream: Tensor, sh: Tensor, sw: Tensor, sb: Tensor | None, th: Tensor, tw: Tensor, tb: Tensor | None,
-    valid: Tensor | None, temperature: Tensor | None, table: Tensor, layout: Tensor, code: int, beta: float,
+    temperature: Tensor | None, table: Tensor, order: Tensor, layout: Tensor, code: int, beta: float,
     s_cap: float, t_cap: float, tp: str, chunk_size: int, dtype: torch.dtype, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the six inputs; a tensor of no elements for each that is not needed."""
     student, teacher = _models(sh, sw, sb, th, tw, tb, s_cap, t_cap, needs)
     options = _options(0.0, tp, -1, -1, chunk_size, dtype)
-    stats = pair_impl.PairStatistics(table, layout)
+    stats = pair_impl.PairStatistics(table, order, layout)
     with without_autocast(sh):
-        grads = pair_impl.backward(upstream, stats, student, teacher, valid, temperature, Kind(code, beta), options)
+        grads = pair_impl.backward(upstream, stats, student, teacher, temperature, Kind(code, beta), options)
     inputs = (sh, sw, sb, th, tw, tb)
     return tuple(g if need else _none(sh if x is None else x) for g, need, x in zip(grads, needs, inputs, strict=True))
 
 
 @linear_pair_backward.register_fake
 def _(
-    upstream, sh, sw, sb, th, tw, tb, valid, temperature, table, layout, code, beta, s_cap, t_cap, tp, chunk_size,
+    upstream, sh, sw, sb, th, tw, tb, temperature, table, order, layout, code, beta, s_cap, t_cap, tp, chunk_size,
     dtype, needs,
 ):  # fmt: skip
     inputs = (sh, sw, sb, th, tw, tb)
@@ -134,6 +137,7 @@ def _sum_setup(ctx, inputs, output) -> None:
 
 
 def _sum_backward(ctx, upstream, *_):
+    refuse_second_derivative()
     if upstream is None:
         return (None,) * 19
     grads = scaled(upstream, ctx.saved_tensors, ctx.needs_input_grad[:6], ctx.formed, ctx.dtypes)

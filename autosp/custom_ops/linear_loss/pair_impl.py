@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from . import gemm, groups, pair_rows, plan, rows
-from .problem import Head, Rows, Scratch, narrowing_scale, row_shape
+from .problem import Counting, Head, Rows, Scratch, narrowing_scale, row_shape
 from .stats_impl import GradientSink, Options
 
 
@@ -33,14 +33,19 @@ class Model:
 
 @dataclass
 class PairStatistics:
-    """``[6, N]`` in the accumulation dtype: maximum and log of the sum of student and teacher, then A and B."""
+    """``[6, N]`` in the accumulation dtype: maximum and log of the sum of student and teacher, then A and B.
+
+    ``order`` and ``layout`` as in ``stats_impl.Statistics``.
+    """
 
     table: torch.Tensor
+    order: torch.Tensor
     layout: torch.Tensor
 
 
-def begin(student: Model, teacher: Model, valid, options: Options) -> tuple[Rows, groups.Shards]:
-    part = Rows.counted(valid, student.hidden.shape[0])
+def begin(student: Model, teacher: Model, valid, options: Options) -> tuple[Rows, groups.Shards, torch.Tensor]:
+    counting = Counting(valid, student.hidden.shape[0], student.hidden.device)
+    part = counting.rows()
     rows_ = student.weight.shape[0]
     shards = groups.agree_on_shards(
         rows_, options.start, options.end, part.count, options.chunk_size, student.hidden.device, options.tp
@@ -48,7 +53,7 @@ def begin(student: Model, teacher: Model, valid, options: Options) -> tuple[Rows
     if options.debug:
         groups.check_same_hidden(student.hidden, "student_hidden", options.tp)
         groups.check_same_hidden(teacher.hidden, "teacher_hidden", options.tp)
-    return part, shards
+    return part, shards, counting.order
 
 
 def normalizers(state_s: rows.State, state_t: rows.State, tp: str) -> tuple[rows.State, rows.State]:
@@ -84,7 +89,7 @@ class _Chunks:
         self.shapes = [row_shape(temperature, m.softcap, part, options.dtype) for m in self.models]
         sizes = [torch.empty((), dtype=h.logits_dtype).element_size() for h in self.heads]
         self.step = plan.chunk_rows(
-            options.chunk_size, part.count, shards.largest, shards.total, sum(sizes), plan.CHUNK_BYTES
+            options.chunk_size, part.count, shards.largest, shards.total, sum(sizes), plan.CHUNK_BYTES_PAIR
         )
         device = student.hidden.device
         self.buffers = [Scratch(self.step, shards.local, h.logits_dtype, device) for h in self.heads]
@@ -93,11 +98,9 @@ class _Chunks:
         """Triples of the chunk's rows, its hidden states and its raw logits (pairs: student, teacher)."""
         for first in range(0, self.part.count, self.step):
             last = min(self.part.count, first + self.step)
-            index = self.part.index
             hidden, logits = [], []
             for model, head, buffer in zip(self.models, self.heads, self.buffers, strict=True):
-                h = model.hidden[first:last] if index is None else model.hidden.index_select(0, index[first:last])
-                h = h.to(self.dtype)
+                h = self.part.chunk(model.hidden, first, last).to(self.dtype)
                 block = buffer.view(last - first, self.shards.local)
                 head.logits_into(block, h)
                 hidden.append(h)
@@ -107,7 +110,7 @@ class _Chunks:
 
 def forward(student: Model, teacher: Model, valid, temperature, kind, options: Options) -> PairStatistics:
     """Divergence statistics of every row; rows that do not count hold zeros."""
-    part, shards = begin(student, teacher, valid, options)
+    part, shards, order = begin(student, teacher, valid, options)
     wide = gemm.accumulator_dtype(options.dtype)
     table = torch.zeros(6, part.count, device=student.hidden.device, dtype=wide)
     chunks = _Chunks(student, teacher, part, shards, temperature, options)
@@ -116,8 +119,8 @@ def forward(student: Model, teacher: Model, valid, temperature, kind, options: O
         side_s, side_t, a, b = _pair(*logits, *shapes, kind, options.tp)
         for row, value in enumerate((side_s.top, side_s.log_total, side_t.top, side_t.log_total, a, b)):
             table[row, span] = value
-    layout = torch.tensor([shards.start, shards.local, shards.total])
-    return PairStatistics(part.put(table.t().contiguous()).t().contiguous(), layout)
+    layout = torch.tensor([shards.start, shards.local, shards.total, part.count])
+    return PairStatistics(part.put(table.t().contiguous()).t().contiguous(), order, layout)
 
 
 def _bound(upstream: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -130,14 +133,13 @@ def backward(
     stats: PairStatistics,
     student: Model,
     teacher: Model,
-    valid,
     temperature,
     kind: pair_rows.Kind,
     options: Options,
 ) -> list[torch.Tensor]:
     """Gradients of (hidden, weight, bias) of the student, then of the teacher; no elements where not needed."""
-    part = Rows.counted(valid, student.hidden.shape[0])
-    _, local, total = stats.layout.tolist()
+    _, local, total, count = stats.layout.tolist()
+    part = Rows.of(stats.order, count, student.hidden.shape[0])
     table = stats.table if part.index is None else stats.table.index_select(1, part.index)
     top_s, log_s, top_t, log_t, a, b = table.contiguous().unbind()
     up = part.take(upstream)
@@ -196,7 +198,7 @@ def _collect(sinks, models, part: Rows, like: torch.Tensor) -> list[torch.Tensor
 
 def form(student: Model, teacher: Model, valid, temperature, kind, options: Options) -> list[torch.Tensor]:
     """The sum of the divergences (a number), then fp32 gradients of upstream 1: three of the student, three of the teacher."""
-    part, shards = begin(student, teacher, valid, options)
+    part, shards, _ = begin(student, teacher, valid, options)
     wide = gemm.accumulator_dtype(options.dtype)
     device = student.hidden.device
     total = torch.zeros((), device=device, dtype=wide)
@@ -229,9 +231,10 @@ class _Accumulated:
         self.like = torch.empty(0, device=device, dtype=wide)
         self.dh = self.dw = self.db = None
         if self.needs[0]:
-            self.dh = torch.zeros(part.count, model.hidden.shape[1], device=device, dtype=wide)
+            self.dh = torch.empty(part.count, model.hidden.shape[1], device=device, dtype=wide)
         if self.needs[1]:
-            self.dw = torch.zeros(model.weight.shape, device=device, dtype=wide)
+            self.dw = torch.empty(model.weight.shape, device=device, dtype=wide)
+            self.dw[local if part.count else 0 :].zero_()
         if self.needs[2]:
             self.db = torch.zeros(model.bias.shape, device=device, dtype=wide)
         self.pending: list[torch.Tensor] = []
@@ -247,11 +250,12 @@ class _Accumulated:
             self.pending.append(part)
         if self.dw is not None:
             if inverse is None:
-                gemm.matmul_into(self.dw[: self.local], grad.t(), h, accumulate=True)
+                gemm.matmul_into(self.dw[: self.local], grad.t(), h, accumulate=span.start > 0)
             else:
                 block = torch.empty_like(self.dw[: self.local])
                 gemm.matmul_into(block, grad.t(), h)
-                self.dw[: self.local] += block * inverse
+                block *= inverse
+                self.dw[: self.local].copy_(self.dw[: self.local] + block if span.start > 0 else block)
         if self.db is not None:
             column = grad.sum(0, dtype=self.db.dtype)
             self.db[: self.local] += column if inverse is None else column * inverse

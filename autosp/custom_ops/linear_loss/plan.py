@@ -12,18 +12,30 @@ import torch
 GIB = 1 << 30
 SCRATCH_BYTES = GIB // 4
 """Block of logits of the lean way; together with the fp32 hidden gradient it stays under half a GiB at usual sizes."""
-CHUNK_BYTES = GIB
-"""Chunk of logits of the fast way. Its peak is (fp32 weight gradient + chunk) in the forward and (fp32 + 16-bit weight
-gradient) in the backward, so a chunk up to the 16-bit gradient costs no memory at the peak."""
-CHUNK_BYTES_IN_PLACE = 3 * GIB // 8
+CHUNK_BYTES = 3 * GIB // 8
+"""Chunk of logits of the fast way, beside what the weight's own gradient will take: the forward peaks at (fp32 weight
+gradient + chunk), the backward at (fp32 + final weight gradient), so a chunk of that size costs nothing at the peak."""
+MAX_CHUNK_BYTES = 11 * GIB // 8
+CHUNK_BYTES_IN_PLACE = 15 * GIB // 32
 """The same when the gradient goes straight into a ``main_grad``: nothing else hides the chunk."""
+CHUNK_BYTES_PAIR = 2 * GIB
+"""Chunk of both heads' logits of a divergence."""
 MAX_ROWS = 4096
+ROW_ALIGN = 64
 ALIGN = 64
 """Row strides of the scratch are a multiple of this many elements: odd vocabularies keep aligned GEMMs."""
 
 
 def aligned(columns: int) -> int:
     return -(-columns // ALIGN) * ALIGN
+
+
+def chunk_budget(weight: torch.Tensor, needs_weight: bool, in_place: bool) -> int:
+    """Bytes of logits of the fast way at once."""
+    if in_place:
+        return CHUNK_BYTES_IN_PLACE
+    hidden_by = weight.numel() * weight.element_size() if needs_weight else 0
+    return min(MAX_CHUNK_BYTES, CHUNK_BYTES + hidden_by)
 
 
 def chunk_rows(chunk_size: int, tokens: int, largest: int, total: int, element_size: int, budget: int) -> int:
@@ -38,9 +50,10 @@ def chunk_rows(chunk_size: int, tokens: int, largest: int, total: int, element_s
         return min(chunk_size, max(1, tokens))
     fits = budget // max(1, aligned(largest) * element_size)
     # A tiny shard of a huge vocabulary would allow more rows than the per-row statistics are worth.
-    rows = min(fits, MAX_ROWS if total > 4096 else 4 * MAX_ROWS)
-    rows = rows // 128 * 128 if rows >= 128 else rows
-    return max(1, min(rows, max(1, tokens)))
+    fits = max(1, min(fits, MAX_ROWS if total > 4096 else 4 * MAX_ROWS))
+    # As many chunks as that takes, of equal sizes: a short last one would be an inefficient GEMM.
+    even = -(-tokens // max(1, -(-tokens // fits)))
+    return max(1, min(fits, -(-even // ROW_ALIGN) * ROW_ALIGN))
 
 
 def block_columns(chunk_size: int, tokens: int, local: int, total: int, element_size: int, budget: int) -> int:
@@ -74,7 +87,7 @@ def choose_way(memory: str, tokens: int, weight: torch.Tensor, needs_weight: boo
     kept = itemsize * tokens * weight.shape[0]
     if kept <= fp32_gradient + GIB // 8:
         return "keep"
-    if memory == "auto" and fp32_gradient + CHUNK_BYTES > device_memory(weight.device) // 8:
+    if memory == "auto" and fp32_gradient + MAX_CHUNK_BYTES > device_memory(weight.device) // 8:
         return "lean"
     return "form"
 

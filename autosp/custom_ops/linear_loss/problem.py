@@ -14,26 +14,24 @@ from .rows import Shape
 
 @dataclass
 class Rows:
-    """The tokens that take part. ``index`` is ``None`` when all of ``count == total`` do."""
+    """The tokens that take part: the first ``count`` of ``order``, or all of ``total`` when ``index`` is ``None``."""
 
     index: torch.Tensor | None
     count: int
     total: int
 
     @staticmethod
-    def counted(valid: torch.Tensor | None, total: int) -> Rows:
-        """Compact to the ``valid`` (``[N]`` bool) rows, so that ignored ones cost no GEMM; one host synchronisation.
-
-        While a CUDA graph is captured nothing may synchronise: then all rows are computed and the ignored ones masked.
-        """
-        if valid is None or (valid.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return Rows(None, total, total)
-        index = valid.nonzero().flatten()
-        return Rows(None, total, total) if index.numel() == total else Rows(index, index.numel(), total)
+    def of(order: torch.Tensor, count: int, total: int) -> Rows:
+        """``order``: ``[total]`` with the rows that count first, in their order; not read when all do."""
+        return Rows(None if count == total else order[:count], count, total)
 
     def take(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """The rows that count of a ``[N, ...]`` tensor."""
         return tensor if tensor is None or self.index is None else tensor.index_select(0, self.index)
+
+    def chunk(self, tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Rows ``[first, last)`` of those that count."""
+        return tensor[first:last] if self.index is None else tensor.index_select(0, self.index[first:last])
 
     def put(self, part: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """``[count, ...]`` back to ``[N, ...]``, ``fill`` elsewhere."""
@@ -41,6 +39,41 @@ class Rows:
             return part
         whole = part.new_full((self.total, *part.shape[1:]), fill)
         return whole.index_copy_(0, self.index, part)
+
+
+class Counting:
+    """Compacts tokens to those that count, so that ignored ones cost no GEMM.
+
+    How many there are must reach the host. The copy is only started here: what is launched before :meth:`rows` keeps the
+    device busy meanwhile. While a CUDA graph is captured nothing may wait: then all rows are computed and masked.
+    """
+
+    def __init__(self, valid: torch.Tensor | None, total: int, device: torch.device) -> None:
+        self.total = total
+        self._event = None
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self._known = valid is None or capturing
+        if self._known:
+            size = 0 if valid is None else total
+            self.order = torch.arange(size, device=device)
+            return
+        self.order = torch.argsort((~valid).to(torch.uint8), stable=True)
+        count = valid.sum()
+        if device.type == "cuda":
+            self._count = torch.empty((), dtype=torch.int64, pin_memory=True)
+            self._count.copy_(count, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._count = count
+
+    def rows(self) -> Rows:
+        """Wait for the count."""
+        if self._known:
+            return Rows(None, self.total, self.total)
+        if self._event is not None:
+            self._event.synchronize()
+        return Rows.of(self.order, int(self._count), self.total)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from . import gemm, groups, plan, rows
-from .problem import Head, Rows, Scratch, narrowing_scale, refuse_outside, row_shape
+from .problem import Counting, Head, Rows, Scratch, narrowing_scale, refuse_outside, row_shape
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Statistics:
 
     logprob: NaN where an id that counts is in nobody's shard. is_top: whether the id's logit is the row's maximum.
     mean: the mean over the vocabulary of the log-probabilities.
-    layout: int64 CPU tensor ``[start, local, total]``: where this rank's vocabulary rows lie.
+    order: ``[N]`` int64, the rows that count first (no elements when all do).
+    layout: int64 CPU tensor ``[start, local, total, count]``: where this rank's vocabulary rows lie, tokens that count.
     kept: the raw logits ``[N, V_local]``, or empty.
     """
 
@@ -46,6 +47,7 @@ class Statistics:
     log_total: torch.Tensor
     entropy: torch.Tensor
     mean: torch.Tensor
+    order: torch.Tensor
     layout: torch.Tensor
     kept: torch.Tensor
 
@@ -83,7 +85,8 @@ def forward(
         wants: whether the entropy and the mean are wanted; otherwise they have no elements.
     """
     total_rows = hidden.shape[0]
-    part = Rows.counted(valid, total_rows)
+    counting = Counting(valid, total_rows, hidden.device)
+    part = counting.rows()
     shards = groups.agree_on_shards(
         weight.shape[0], options.start, options.end, part.count, options.chunk_size, hidden.device, options.tp
     )
@@ -116,7 +119,7 @@ def forward(
     # A centred statistic: exactly 0 when one logit holds all the mass.
     entropy = state.log_total - state.weighted / state.total
     mean = state.centred / max(1, shards.total) - state.log_total
-    layout = torch.tensor([shards.start, shards.local, shards.total])
+    layout = torch.tensor([shards.start, shards.local, shards.total, part.count])
     outputs = [logprob, is_top, state.top.clone(), state.log_total]
     outputs += [extra for extra, wanted in ((entropy, wants[0]), (mean, wants[1])) if wanted]
     if valid is not None and part.index is None:
@@ -126,7 +129,7 @@ def forward(
     for place, wanted in ((4, wants[0]), (5, wants[1])):
         if not wanted:
             outputs.insert(place, h.new_empty(0, dtype=wide))
-    return Statistics(*outputs, layout, kept)
+    return Statistics(*outputs, counting.order, layout, kept)
 
 
 def _blocks(h: torch.Tensor, head: Head, shards: groups.Shards, options: Options, kept: torch.Tensor | None):
@@ -192,7 +195,6 @@ def backward(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     index: torch.Tensor,
-    valid: torch.Tensor | None,
     temperature: torch.Tensor | None,
     options: Options,
     needs: tuple[bool, bool, bool],
@@ -202,8 +204,8 @@ def backward(
 
     With ``main_grad`` (``[V_local, H]`` fp32) the weight gradient is added there and not returned.
     """
-    part = Rows.counted(valid, hidden.shape[0])
-    start, local, total = stats.layout.tolist()
+    start, local, total, count = stats.layout.tolist()
+    part = Rows.of(stats.order, count, hidden.shape[0])
     head = Head.of(weight, bias, local, options.dtype)
     h = part.take(hidden).to(options.dtype)
     ids = part.take(index) - start
