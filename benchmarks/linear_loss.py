@@ -4,8 +4,9 @@
 
 Every method gets the same random inputs. ``ratio`` is the time over the floor: the GEMM flops that the method cannot avoid
 (three GEMMs of ``2 N H V``, four for a KL with a frozen teacher) at the GEMM rate measured on the same device in the same
-run. ``extra`` is the peak of allocated memory beyond inputs and gradients. A peer that is not importable is skipped and
-said so; nothing is installed.
+run, in a burst of twenty. A card that runs GEMMs for longer than some tens of milliseconds, as all of these do, lowers its
+clock to stay within its power; ``sustained`` is the ratio to the rate after a second of nothing but GEMMs. ``extra`` is
+the peak of allocated memory beyond inputs and gradients. A peer that is not importable is skipped and said so.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Row:
     ms: float | None
     floor_ms: float
     ratio: float | None
+    sustained: float | None
     extra_gib: float | None
     note: str = ""
 
@@ -168,11 +170,16 @@ def timed(call: Callable[[], object], device: torch.device, repeats: int) -> flo
     return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
 
 
-def gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Flops a second of a square GEMM of random data: the ceiling that the floor is taken from."""
+def gemm_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Flops a second of a square GEMM of random data: in a short burst, and after a second of it (equal on a CPU)."""
     n = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    return 2 * n**3 / (timed(lambda: a @ b, device, 20) / 1000)
+    burst = timed(lambda: a @ b, device, 20)
+    sustained = burst
+    if device.type == "cuda":
+        timed(lambda: a @ b, device, int(1000 / burst))
+        sustained = timed(lambda: a @ b, device, int(300 / burst))
+    return 2 * n**3 / (burst / 1000), 2 * n**3 / (sustained / 1000)
 
 
 def step(function: Method, x: Inputs) -> None:
@@ -194,18 +201,18 @@ def extra_memory(function: Method, x: Inputs, device: torch.device) -> float | N
     return (torch.cuda.max_memory_allocated(device) - before - gradients) / GIB
 
 
-def measure(name: str, function: Method, gemms: int, x: Inputs, rate: float, repeats: int) -> Row:
+def measure(name: str, function: Method, gemms: int, x: Inputs, rates: tuple[float, float], repeats: int) -> Row:
     """One row. A peer's failure is its result; a failure of our own ends the run."""
     device = x.hidden.device
     (tokens, hidden), vocab = x.hidden.shape, x.weight.shape[0]
-    floor = 1000 * gemms * 2 * tokens * hidden * vocab / rate
-    row = Row(tokens, hidden, vocab, name, None, floor, None, None)
+    floor, sustained = (1000 * gemms * 2 * tokens * hidden * vocab / rate for rate in rates)
+    row = Row(tokens, hidden, vocab, name, None, floor, None, None, None)
     x.main_grad = torch.zeros(x.weight.shape, device=device) if "main_grad" in name else None
     x.teacher_weight = (x.weight.detach() * 1.5).contiguous() if "KL" in name else None
     try:
         row.ms = timed(lambda: step(function, x), device, repeats)
         row.extra_gib = extra_memory(function, x, device)
-        row.ratio = row.ms / floor
+        row.ratio, row.sustained = row.ms / floor, row.ms / sustained
     except Exception as error:
         if name.startswith("autosp"):
             raise
@@ -240,21 +247,22 @@ def run(
     unknown = [name for name in only if name not in table]
     if unknown:
         raise ValueError(f"no method {unknown}; there are {list(table)}")
-    rate = gemm_rate(where, dtype)
+    rates = gemm_rates(where, dtype)
+    print(f"GEMM rate: {rates[0] / 1e12:.0f} TFLOP/s in a burst, {rates[1] / 1e12:.0f} sustained", file=sys.stderr)
     rows = []
     for shape in shapes:
         inputs = Inputs.random(*shape, where, dtype)
         for name, (function, gemms) in table.items():
             if not only or name in only:
-                rows.append(measure(name, function, gemms, inputs, rate, repeats))
+                rows.append(measure(name, function, gemms, inputs, rates, repeats))
         del inputs
     return rows
 
 
 def table_text(rows: list[Row]) -> str:
-    lines = ["| N x H x V | method | ms | floor ms | ratio | extra GiB | |", "|---|---|---|---|---|---|---|"]
+    lines = ["| N x H x V | method | ms | floor ms | ratio | sustained | extra GiB | |", "|" + "---|" * 8]
     for r in rows:
-        ms, ratio = ("-", "-") if r.ms is None else (f"{r.ms:.2f}", f"{r.ratio:.2f}x")
+        ms, ratio = ("-", "- | -") if r.ms is None else (f"{r.ms:.2f}", f"{r.ratio:.2f}x | {r.sustained:.2f}x")
         extra = "-" if r.extra_gib is None else f"{r.extra_gib:.2f}"
         shape = f"{r.tokens} x {r.hidden} x {r.vocab}"
         lines.append(f"| {shape} | {r.method} | {ms} | {r.floor_ms:.2f} | {ratio} | {extra} | {r.note} |")

@@ -75,6 +75,7 @@ def _stats_setup(ctx, inputs, output) -> None:
     # Not among the saved tensors: every backward of the step adds to it.
     ctx.main_grad = main_grad
     ctx.settings = (softcap, tp, chunk_size, dtype)
+    ctx.wants = inputs[13:15]
 
 
 def _stats_backward(ctx, g_logprob, g_entropy, g_lse, g_mean, *_):
@@ -82,6 +83,8 @@ def _stats_backward(ctx, g_logprob, g_entropy, g_lse, g_mean, *_):
     none = (None,) * 15
     if g_logprob is None and g_entropy is None and g_lse is None and g_mean is None:
         return (None, None, None, *none)
+    # A tracer hands a tangent of no elements to an output of no elements.
+    g_entropy, g_mean = (g if want else None for g, want in zip((g_entropy, g_mean), ctx.wants, strict=True))
     needs = ctx.needs_input_grad[:3]
     hidden, weight, bias, index, temperature, *saved = ctx.saved_tensors
     dh, dw, db = linear_stats_backward(

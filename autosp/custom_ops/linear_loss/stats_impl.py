@@ -100,6 +100,9 @@ def forward(
     shape = row_shape(temperature, options.softcap, part, options.dtype)
     wide = gemm.accumulator_dtype(options.dtype)
     kept = h.new_empty(total_rows if keep else 0, weight.shape[0], dtype=head.logits_dtype)
+    # What is not written below: rows that do not count, padding columns.
+    kept[part.count :].zero_()
+    kept[:, shards.local :].zero_()
     state = rows.State.empty(part.count, h.device, wide)
     picked = torch.zeros(ids.shape, device=h.device, dtype=wide)
     if part.count and shards.local:
