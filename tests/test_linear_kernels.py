@@ -69,6 +69,29 @@ def test_statistics(monkeypatch, dtype, v):
 
 
 @inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_merged_and_the_ids_picked(monkeypatch, dtype):
+    x = block(4, 300, dtype)
+    x[1, :120] = float("-inf")
+    ids = torch.tensor([[0], [299], [121], [-7]], device=DEVICE)
+
+    def run(shape, columns):
+        running = rows.Running(4, x.device, torch.float32, shape, True, True, ids)
+        for part in x.split(columns, 1):
+            running.add(part)
+        return running
+
+    for shape in shapes(4):
+        whole = plain(monkeypatch, run, shape, 300)
+        for columns in (300, 120, 77):
+            got = run(shape, columns)
+            for name in ("top", "total", "weighted", "centred"):
+                a, b = getattr(got.state, name), getattr(whole.state, name)
+                torch.testing.assert_close(a, b, rtol=3e-5, atol=1e-3, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(got.picked, whole.picked)
+
+
+@inside
 def test_statistics_of_masked_and_wild_rows(monkeypatch):
     x = block(5, 9000, torch.float32)
     x[0, :5000] = float("-inf")

@@ -161,7 +161,7 @@ def _per_token(given: Head, loss, ignore_index: int, keep: bool, buffer) -> tupl
 def sum_and_count(given: Head, loss, ignore_index, memory, needs, buffer=None) -> tuple[Tensor, Tensor]:
     """Sum of this rank's losses and its number of tokens that count (fp32 numbers)."""
     tokens = given.hidden.shape[0]
-    way = plan.choose_way(memory, tokens, given.weight, needs[1], given.itemsize)
+    way = plan.choose_way(memory, tokens, given.weight, needs[1], given.itemsize, buffer is not None)
     if way != "form" or not any(needs):
         losses, valid = _per_token(given, loss, ignore_index, way == "keep" and any(needs), buffer)
         return losses.sum(), valid.sum(dtype=torch.float32)

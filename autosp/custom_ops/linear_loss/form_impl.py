@@ -131,10 +131,10 @@ def _chunk(logits, shape, ids, live, shards, options, loss, factor) -> tuple[row
 
     ``dloss/dx = p (1 + 2 z_loss lse) - (1 - smoothing) [v = t] - smoothing / V``.
     """
-    state = rows.statistics(logits, shape, centred=loss.smoothing != 0)
-    wide = state.top.dtype
-    picked = torch.zeros(ids.shape[0], 1, device=logits.device, dtype=wide)
-    rows.picked(logits, shape, ids[:, None], picked)
+    wide = gemm.accumulator_dtype(logits.dtype)
+    running = rows.Running(ids.shape[0], logits.device, wide, shape, False, loss.smoothing != 0, ids[:, None])
+    running.add(logits)
+    state, picked = running.state, running.picked
     hit = found(ids, 0, shards.local).to(wide)
     state, (picked, hit) = combine(state, [picked[:, 0], hit], options.tp, shards.total)
     log_total = state.log_total

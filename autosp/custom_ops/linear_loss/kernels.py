@@ -31,8 +31,9 @@ def _tanh(x):
 
 @triton.jit
 def _statistics_kernel(
-    x_ptr, out_ptr, inverse_ptr, rows, cols, stride, softcap,
-    HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, WEIGHTED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, out_ptr, inverse_ptr, target_ptr, picked_ptr, rows, cols, stride, softcap, column, seen,
+    HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, WEIGHTED: tl.constexpr, CENTRED: tl.constexpr, PICK: tl.constexpr,
+    CARRY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = x_ptr + row * stride
@@ -68,12 +69,41 @@ def _statistics_kernel(
             centred = moved + tl.where(mask, x, 0.0)
         total = scale * total + e
         top = new_top
+    s = tl.sum(total, 0)
+    w = tl.sum(weighted, 0)
+    z = tl.sum(centred, 0)
+    if CARRY:
+        # Merge with the columns seen before, as State.merged does.
+        old_top = tl.load(out_ptr + row)
+        old_s = tl.load(out_ptr + rows + row)
+        new_top = tl.maximum(old_top, top)
+        shift = tl.where(s == 0.0, 0.0, top - new_top)
+        old_shift = tl.where(old_s == 0.0, 0.0, old_top - new_top)
+        scale = tl.where(s == 0.0, 0.0, tl.exp(shift))
+        old_scale = tl.where(old_s == 0.0, 0.0, tl.exp(old_shift))
+        if WEIGHTED:
+            old_w = tl.load(out_ptr + 2 * rows + row)
+            w = scale * tl.where(scale == 0.0, 0.0, w + s * shift)
+            w += old_scale * tl.where(old_scale == 0.0, 0.0, old_w + old_s * old_shift)
+        if CENTRED:
+            z += tl.load(out_ptr + 3 * rows + row) + seen * (old_top - new_top) + cols * (top - new_top)
+        s = scale * s + old_scale * old_s
+        top = new_top
     tl.store(out_ptr + row, top)
-    tl.store(out_ptr + rows + row, tl.sum(total, 0))
+    tl.store(out_ptr + rows + row, s)
     if WEIGHTED:
-        tl.store(out_ptr + 2 * rows + row, tl.sum(weighted, 0))
+        tl.store(out_ptr + 2 * rows + row, w)
     if CENTRED:
-        tl.store(out_ptr + 3 * rows + row, tl.sum(centred, 0))
+        tl.store(out_ptr + 3 * rows + row, z)
+    if PICK:
+        target = tl.load(target_ptr + row) - column
+        hit = (target >= 0) & (target < cols)
+        x = tl.load(base + target, mask=hit, other=0.0).to(tl.float32)
+        if HAS_CAP:
+            x = softcap * _tanh(x / softcap)
+        if HAS_T:
+            x = x * inverse
+        tl.store(picked_ptr + row, x, mask=hit)
 
 
 @triton.jit
@@ -115,20 +145,25 @@ def _gradient_kernel(
 
 
 def row_statistics(
-    logits: torch.Tensor, softcap: float, inverse: torch.Tensor | None, weighted: bool, centred: bool
-) -> tuple[torch.Tensor, ...]:
-    """Maximum, sum of exponentials, weighted sum and centred sum, fp32 ``[n]`` each, of ``logits`` ``[n, v]``.
+    logits: torch.Tensor, softcap: float, inverse: torch.Tensor | None, weighted: bool, centred: bool,
+    table: torch.Tensor, seen: int, target: torch.Tensor | None = None, column: int = 0,
+    picked: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Maximum, sum of exponentials, weighted and centred sum of ``logits`` ``[n, v]`` into ``table`` (fp32 ``[4, n]``).
 
-    The last two are zeros unless wanted.
+    Args:
+        seen: columns that ``table`` holds the statistics of already; they are merged. The last two rows of ``table`` are
+            left alone unless wanted.
+        target: ``[n]`` int64 ids; where ``target - column`` lies in the block its logit goes to ``picked`` (``[n]``).
     """
     n, v = logits.shape
-    out = torch.zeros(4, n, device=logits.device, dtype=torch.float32)
     _statistics_kernel[(n,)](
-        logits, out, inverse if inverse is not None else out, n, v, logits.stride(0), softcap,
+        logits, table, table if inverse is None else inverse, table if target is None else target,
+        table if picked is None else picked, n, v, logits.stride(0), softcap, column, float(seen),
         HAS_CAP=softcap != 0.0, HAS_T=inverse is not None, WEIGHTED=weighted, CENTRED=centred,
+        PICK=target is not None, CARRY=seen > 0,
         BLOCK=min(STATISTICS_BLOCK, max(16, triton.next_power_of_2(v))), num_warps=STATISTICS_WARPS,
     )  # fmt: skip
-    return out.unbind()
 
 
 def row_gradient(

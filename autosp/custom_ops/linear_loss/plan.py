@@ -1,7 +1,7 @@
 """How much of the logits exists at once, and which of the two ways a loss takes.
 
-``fast``  three GEMMs: the gradient is formed beside the loss, or, where all logits are smaller than the fp32 weight
-          gradient plus half a GiB, the logits are kept in 16 bit.
+``fast``  three GEMMs: the gradient is formed beside the loss, or, for few tokens, the logits are kept in 16 bit
+          (which needs no fp32 weight gradient).
 ``lean``  four GEMMs: only per-token statistics are kept; the logits are recomputed in the backward.
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 
 GIB = 1 << 30
-SCRATCH_BYTES = GIB // 4
+SCRATCH_BYTES = 5 * GIB // 16
 """Block of logits of the lean way; together with the fp32 hidden gradient it stays under half a GiB at usual sizes."""
 CHUNK_BYTES = 3 * GIB // 8
 """Chunk of logits of the fast way, beside what the weight's own gradient will take: the forward peaks at (fp32 weight
 gradient + chunk), the backward at (fp32 + final weight gradient), so a chunk of that size costs nothing at the peak."""
-MAX_CHUNK_BYTES = 11 * GIB // 8
+MAX_CHUNK_BYTES = GIB
 CHUNK_BYTES_IN_PLACE = 15 * GIB // 32
 """The same when the gradient goes straight into a ``main_grad``: nothing else hides the chunk."""
 CHUNK_BYTES_PAIR = 2 * GIB
@@ -59,9 +59,9 @@ def chunk_rows(chunk_size: int, tokens: int, largest: int, total: int, element_s
 def block_columns(chunk_size: int, tokens: int, local: int, total: int, element_size: int, budget: int) -> int:
     """Vocabulary rows a block of the lean way: no collective depends on it, so each rank may have its own."""
     limit = chunk_size * total * element_size if chunk_size > 0 else budget
-    columns = limit // max(1, tokens * element_size)
-    columns = columns // 256 * 256 if columns >= 256 else columns
-    return max(1, min(columns, max(1, local)))
+    fits = max(1, min(limit // max(1, tokens * element_size), max(1, local)))
+    even = -(-local // max(1, -(-local // fits)))
+    return max(1, min(fits, -(-even // ALIGN) * ALIGN))
 
 
 def device_memory(device: torch.device) -> int:
@@ -71,7 +71,9 @@ def device_memory(device: torch.device) -> int:
     return 16 * GIB
 
 
-def choose_way(memory: str, tokens: int, weight: torch.Tensor, needs_weight: bool, itemsize: int) -> str:
+def choose_way(
+    memory: str, tokens: int, weight: torch.Tensor, needs_weight: bool, itemsize: int, main_grad: bool = False
+) -> str:
     """``keep``, ``form`` or ``lean`` for a loss whose upstream gradient is one number.
 
     Args:
@@ -80,12 +82,15 @@ def choose_way(memory: str, tokens: int, weight: torch.Tensor, needs_weight: boo
         weight: local head ``[V_local, H]``.
         needs_weight: whether its gradient is needed.
         itemsize: bytes of one kept logit.
+        main_grad: the weight gradient goes to a buffer of the caller's, in the backward.
     """
     if memory == "lean":
         return "lean"
     fp32_gradient = 4 * weight.shape[0] * weight.shape[1] if needs_weight else 0
     kept = itemsize * tokens * weight.shape[0]
-    if kept <= fp32_gradient + GIB // 8:
+    # Few tokens: their logits are smaller than the fp32 gradient that forming in the forward would accumulate, and which
+    # a main_grad would only be added to afterwards.
+    if kept <= (fp32_gradient if main_grad else fp32_gradient // 2) + GIB // 8:
         return "keep"
     if memory == "auto" and fp32_gradient + MAX_CHUNK_BYTES > device_memory(weight.device) // 8:
         return "lean"

@@ -84,13 +84,64 @@ class State:
 def statistics(logits: torch.Tensor, shape: Shape, weighted: bool = False, centred: bool = False) -> State:
     """Statistics of the rows of ``logits`` (``[n, v]``, ``v`` may be 0), read once; W and Z are zeros unless wanted."""
     n, v = logits.shape
-    wide = accumulator_dtype(logits.dtype)
-    if n == 0 or v == 0:
-        return State.empty(n, logits.device, wide)
-    if _dispatch.use_triton(logits):
-        from . import kernels
+    running = Running(n, logits.device, accumulator_dtype(logits.dtype), shape, weighted, centred)
+    running.add(logits)
+    return running.state
 
-        return State(*kernels.row_statistics(logits, shape.softcap, shape.inverse_temperature, weighted, centred), v)
+
+class Running:
+    """Statistics of rows whose columns come a block at a time, and the logits of one id a row (or several).
+
+    picked: ``[n, k]``: the logits at ``ids``, zero for an id that no block held.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: Shape,
+        weighted: bool,
+        centred: bool,
+        ids: torch.Tensor | None = None,
+    ) -> None:
+        self._shape, self._weighted, self._centred, self._ids = shape, weighted, centred, ids
+        self._table = torch.zeros(4, n, device=device, dtype=dtype)
+        self._table[0] = float("-inf")
+        self._seen = 0
+        self.picked = torch.zeros(n, 0 if ids is None else ids.shape[1], device=device, dtype=dtype)
+
+    @property
+    def state(self) -> State:
+        return State(*self._table.unbind(), self._seen)
+
+    def add(self, logits: torch.Tensor) -> None:
+        """The next block of columns, ``[n, v]``."""
+        n, v = logits.shape
+        if n == 0 or v == 0:
+            return
+        ids, shape = self._ids, self._shape
+        if _dispatch.use_triton(logits):
+            from . import kernels
+
+            one = ids is not None and ids.shape[1] == 1
+            picks = (ids, self._seen, self.picked) if one else ()
+            flags = self._weighted, self._centred, self._table, self._seen
+            kernels.row_statistics(logits, shape.softcap, shape.inverse_temperature, *flags, *picks)
+            if ids is not None and not one:
+                picked(logits, shape, ids - self._seen, self.picked)
+        else:
+            merged = self.state.merged(_plain_statistics(logits, shape, self._weighted, self._centred))
+            for row, part in enumerate((merged.top, merged.total, merged.weighted, merged.centred)):
+                self._table[row] = part
+            if ids is not None:
+                picked(logits, shape, ids - self._seen, self.picked)
+        self._seen += v
+
+
+def _plain_statistics(logits: torch.Tensor, shape: Shape, weighted: bool, centred: bool) -> State:
+    n, v = logits.shape
+    wide = accumulator_dtype(logits.dtype)
     out = torch.zeros(4, n, device=logits.device, dtype=wide)
     step = max(1, _PLAIN_ELEMENTS // v)
     for r in range(0, n, step):

@@ -103,13 +103,12 @@ def forward(
     # What is not written below: rows that do not count, padding columns.
     kept[part.count :].zero_()
     kept[:, shards.local :].zero_()
-    state = rows.State.empty(part.count, h.device, wide)
-    picked = torch.zeros(ids.shape, device=h.device, dtype=wide)
+    running = rows.Running(part.count, h.device, wide, shape, *wants, ids - shards.start)
     if part.count and shards.local:
         for first, block in _blocks(h, head, shards, options, kept if keep else None):
             head.logits_into(block, h, first)
-            rows.picked(block, shape, ids - (shards.start + first), picked)
-            state = state.merged(rows.statistics(block, shape, *wants))
+            running.add(block)
+    state, picked = running.state, running.picked
     hits = found(ids, shards.start, shards.local).to(wide)
     extra = [*picked.unbind(1), *hits.unbind(1)]
     state, extra = combine(state, extra, options.tp, shards.total)
