@@ -2,10 +2,10 @@
 
     python benchmarks/linear_loss.py --json rows.json --picture linear_loss.png
 
-Every method gets the same random inputs. ``ratio`` is the time over the floor: the GEMM flops that the method cannot avoid
-(three GEMMs of ``2 N H V``, four for a KL with a frozen teacher) at the GEMM rate measured on the same device in the same
-run, in a burst of twenty. A card that runs GEMMs for longer than some tens of milliseconds, as all of these do, lowers its
-clock to stay within its power; ``sustained`` is the ratio to the rate after a second of nothing but GEMMs. ``extra`` is
+Every method gets the same random inputs. ``ratio`` is the time over the floor: the GEMM flops that the method cannot
+avoid (three GEMMs of ``2 N H V``, four for a KL with a frozen teacher) at the GEMM rate measured on the same device in
+the same run, in a burst of twenty. A card that runs GEMMs for more than some tens of milliseconds, as all of these do,
+lowers its clock to stay within its power; ``sustained`` is the ratio to the rate after a second of GEMMs. ``extra`` is
 the peak of allocated memory beyond inputs and gradients. A peer that is not importable is skipped and said so.
 """
 

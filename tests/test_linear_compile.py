@@ -164,8 +164,8 @@ def test_opcheck_of_the_loss_operators(dtype):
         for bias in (leaf[2], None):
             needs = (grad, grad, grad and bias is not None)
             check(
-                ops.linear_cross_entropy, leaf[0], leaf[1], bias, target, temperature, None, -100, 0.1, 0.01, 5.0, *TAIL,
-                dtype, *needs, False, False,
+                ops.linear_cross_entropy, leaf[0], leaf[1], bias, target, temperature, None, -100, 0.1, 0.01, 5.0,
+                *TAIL, dtype, *needs, False, False,
             )  # fmt: skip
             for valid, keep in ((target != -100, True), (None, False)):
                 index = target.clamp(min=0)[:, None].expand(9, 2).contiguous()

@@ -1,7 +1,7 @@
 """The Triton kernels against plain PyTorch, run by Triton's interpreter where there is no GPU.
 
-The interpreter is chosen when a kernel is defined, so without a GPU this file runs itself once more in a process that has
-``TRITON_INTERPRET=1``.
+The interpreter is chosen when a kernel is defined, so without a GPU this file runs itself once more in a process that
+has ``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from autosp.errors import ConfigError
 @functools.cache
 def _triton_importable() -> bool:
     try:
-        import triton  # noqa: F401
+        import triton
         import triton.language  # noqa: F401
     except ImportError:
         return False
@@ -24,7 +24,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
     """True when the kernels can run on ``tensor``.
 
     They need Triton, a 16- or 32-bit floating-point tensor, and a device that Triton compiles for (a CUDA device of
-    compute capability 8.0 or more) or Triton's interpreter (``TRITON_INTERPRET=1``). ``AUTOSP_TRITON=0`` turns them off.
+    compute capability 8.0 or more) or Triton's interpreter (``TRITON_INTERPRET=1``). ``AUTOSP_TRITON=0`` forbids them.
 
     Raises:
         ConfigError: ``AUTOSP_TRITON`` is neither empty, 0 nor 1.

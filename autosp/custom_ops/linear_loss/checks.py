@@ -41,8 +41,8 @@ def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, side: str = "") ->
             raise InputError(f"{name} is on {tensor.device}, {side}hidden on {hidden.device}; move them to one device")
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
-            f"{side}hidden has shape {tuple(hidden.shape)} and {side}weight {tuple(weight.shape)}; needed are [..., H] and "
-            "[V_local, H] (the layout of nn.Linear.weight) with the same H"
+            f"{side}hidden has shape {tuple(hidden.shape)} and {side}weight {tuple(weight.shape)}; needed are "
+            "[..., H] and [V_local, H] (the layout of nn.Linear.weight) with the same H"
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise InputError(
@@ -52,8 +52,8 @@ def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, side: str = "") ->
     dtypes = [t.dtype for t in (hidden, weight, bias) if t is not None]
     if len(set(dtypes)) > 1 and not torch.is_autocast_enabled(hidden.device.type):
         raise InputError(
-            f"{side}hidden, weight and bias have dtypes {[str(d) for d in dtypes]}; cast them to one dtype, or run under "
-            "torch.autocast"
+            f"{side}hidden, weight and bias have dtypes {[str(d) for d in dtypes]}; cast them to one dtype, or run "
+            "under torch.autocast"
         )
     if len(set(dtypes)) > 1 and torch.float64 in dtypes:
         raise InputError(f"{side}hidden, weight and bias mix float64 with another dtype ({[str(d) for d in dtypes]})")
@@ -71,7 +71,8 @@ def target(value: Tensor, hidden: Tensor, top_k: bool = False) -> None:
     if tuple(value.shape) != lead and not (top_k and tuple(value.shape[:-1]) == lead and value.dim() == len(lead) + 1):
         extra = " (or that with a trailing top-k dimension)" if top_k else ""
         raise InputError(
-            f"target has shape {tuple(value.shape)}; needed is {lead}{extra}, the shape of hidden without its last dimension"
+            f"target has shape {tuple(value.shape)}; needed is {lead}{extra}, the shape of hidden without its "
+            "last dimension"
         )
 
 
@@ -79,7 +80,8 @@ def bounds(start: int | None, end: int | None, rows: int) -> tuple[int, int]:
     """The vocabulary bounds, ``(-1, -1)`` when none are given; ``rows`` of the weight may exceed them (padding)."""
     if (start is None) != (end is None):
         raise InputError(
-            f"vocab_start_index is {start} and vocab_end_index is {end}; give both bounds of this rank's shard, or neither"
+            f"vocab_start_index is {start} and vocab_end_index is {end}; give both bounds of this rank's "
+            "shard, or neither"
         )
     if start is None:
         return -1, -1
@@ -149,7 +151,7 @@ def main_grad(value: Tensor | bool | None, weight: Tensor) -> Tensor | None:
         or not value.is_contiguous()
     ):
         raise InputError(
-            f"main_grad is {value.dtype} {tuple(value.shape)} on {value.device} (requires_grad={value.requires_grad}); needed "
-            f"is a contiguous float32 tensor of shape {tuple(weight.shape)} on {weight.device} without requires_grad"
+            f"main_grad is {value.dtype} {tuple(value.shape)} on {value.device} (requires_grad={value.requires_grad}); "
+            f"needed is a contiguous float32 tensor of shape {tuple(weight.shape)} on {weight.device}, no requires_grad"
         )
     return value

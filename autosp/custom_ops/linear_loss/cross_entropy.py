@@ -69,7 +69,7 @@ def vocab_parallel_linear_cross_entropy(
     strict: bool = False,
     debug: bool = False,
 ) -> Tensor:
-    """Cross entropy of ``hidden @ weight.T + bias``, as ``F.linear`` and ``F.cross_entropy`` give it, in bounded memory.
+    """Cross entropy of ``hidden @ weight.T + bias``, as ``F.linear`` and ``F.cross_entropy`` give it, in little memory.
 
     ``loss = (1 - label_smoothing) * nll + label_smoothing * mean_v(-log p_v) + z_loss * lse^2`` of the logits
     ``softcap * tanh(z / softcap) / temperature``; v runs over the whole vocabulary, lse is its log-sum-exp.
@@ -87,8 +87,8 @@ def vocab_parallel_linear_cross_entropy(
             zeros where ignored. The mean of no token at all is NaN with zero gradients, as in ``F.cross_entropy``.
         chunk_size: tokens whose logits exist at once; ``None`` derives it from the vocabulary. No result depends on it.
         temperature: a number or a tensor ``[...]``; no gradient flows to it.
-        memory: ``"fast"`` (three GEMMs), ``"lean"`` (four, half a GiB), or ``"auto"``: fast for a mean or sum unless its
-            fp32 weight gradient is more than an eighth of the device's memory.
+        memory: ``"fast"`` (three GEMMs), ``"lean"`` (four, half a GiB), or ``"auto"``: fast for a mean or sum unless
+            its fp32 weight gradient is more than an eighth of the device's memory.
         main_grad: fp32 ``[V_local, H]`` (or ``True`` for ``weight.main_grad``): the weight gradient is added there and
             ``weight.grad`` stays ``None``.
         main_grad_upstream: the number that the backward will bring for this loss (loss scale over accumulation steps).
@@ -190,7 +190,8 @@ def _check_promise(given: Head, buffer, reduction: str, memory: str, upstream) -
         raise InputError("main_grad_upstream is given without main_grad; it says with what number main_grad is filled")
     if reduction == "none" or memory == "lean":
         raise InputError(
-            f"main_grad_upstream needs reduction 'mean' or 'sum' and memory 'auto' or 'fast', not {reduction!r} and {memory!r}"
+            "main_grad_upstream needs reduction 'mean' or 'sum' and memory 'auto' or 'fast', not "
+            f"{reduction!r} and {memory!r}"
         )
     if given.dtype == torch.float16:
         raise InputError(

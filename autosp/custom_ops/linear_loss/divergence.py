@@ -62,8 +62,8 @@ def vocab_parallel_linear_kl_div(
         tp_group, sp_group, vocab_start_index, vocab_end_index, chunk_size: as in
             ``vocab_parallel_linear_cross_entropy``; both heads are sharded alike.
         mask: bool ``[...]``, the tokens that count; the others give 0 and cost no GEMM.
-        reduction: ``"none"`` gives ``[...]``; ``"sum"`` and ``"mean"`` are over the tokens that count of ``sp_group``, and
-            form their gradient in the forward.
+        reduction: ``"none"`` gives ``[...]``; ``"sum"`` and ``"mean"`` are over the tokens that count of ``sp_group``,
+            and form their gradient in the forward.
         temperature: divides both sides' logits; a number or ``[...]``. softcap, teacher_softcap: before it.
         memory: ``"lean"`` recomputes in the backward also for a mean or sum.
 
@@ -106,8 +106,8 @@ def vocab_parallel_linear_jsd(
 ) -> Tensor:
     """``beta KL(teacher || m) + (1 - beta) KL(student || m)`` with ``m = beta teacher + (1 - beta) student``.
 
-    ``beta`` 0 is ``KL(teacher || student)`` and 1 is ``KL(student || teacher)``, the convention of generalized knowledge
-    distillation (arXiv:2306.13649, as TRL has it). All else as in ``vocab_parallel_linear_kl_div``.
+    ``beta`` 0 is ``KL(teacher || student)`` and 1 is ``KL(student || teacher)``, as generalized knowledge
+    distillation has it (arXiv:2306.13649). All else as in ``vocab_parallel_linear_kl_div``.
 
     Raises:
         InputError, RankMismatchError: as there; ``beta`` outside [0, 1].
@@ -162,8 +162,9 @@ def _check_sides(sides: tuple[Tensor | None, ...]) -> torch.dtype:
         raise InputError(f"student computes in {dtype} and teacher in {teacher_dtype}; cast them to one dtype")
     if sh.shape[:-1] != th.shape[:-1] or sw.shape[0] != tw.shape[0]:
         raise InputError(
-            f"student_hidden {tuple(sh.shape)} with student_weight {tuple(sw.shape)} and teacher_hidden {tuple(th.shape)} with "
-            f"teacher_weight {tuple(tw.shape)} must agree on the tokens (leading dimensions) and on the vocabulary rows"
+            f"student_hidden {tuple(sh.shape)} with student_weight {tuple(sw.shape)} and "
+            f"teacher_hidden {tuple(th.shape)} with teacher_weight {tuple(tw.shape)} must agree on the tokens (leading "
+            "dimensions) and on the vocabulary rows"
         )
     if th.device != sh.device:
         raise InputError(f"teacher_hidden is on {th.device}, student_hidden on {sh.device}; move them to one device")

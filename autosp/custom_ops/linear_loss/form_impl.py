@@ -5,8 +5,8 @@ all-reduce, the gradient of the logits over the logits, ``dW += dlogits^T @ h`` 
 ``dh = dlogits @ W`` in fp32, whose all-reduce runs beside the next chunk's GEMMs.
 
 The gradient is that of the plain sum (upstream 1) and is kept in fp32; the upstream number is applied to it in fp32
-before anything is narrowed. With a ``main_grad`` the weight gradient is added there at once, so the upstream number must be
-known in the forward: ``promised`` is then applied to the coefficients, in fp32 too.
+before anything is narrowed. With a ``main_grad`` the weight gradient is added there at once, so the upstream number
+must be known in the forward: ``promised`` is then applied to the coefficients, in fp32 too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from . import gemm, groups, plan, rows
 from .problem import Counting, Head, Scratch, narrowing_scale, refuse_outside, row_shape
 from .stats_impl import Options, combine, found
 
-
 EARLY_ROWS = 256
 """Enough rows to keep a device busy for the few hundred microseconds that the host needs."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """``(1 - smoothing) nll + smoothing * mean_v(-log p_v) + z_loss * lse^2``, as ``F.cross_entropy`` plus the z-loss."""
+    """``(1 - smoothing) nll + smoothing * mean_v(-log p_v) + z_loss * lse^2``: ``F.cross_entropy`` plus the z-loss."""
 
     smoothing: float
     z_loss: float

@@ -1,8 +1,8 @@
 """Matrix products of the fused losses: 16-bit operands, fp32 accumulation, fp32 results where it matters.
 
-Whether a device multiplies 16-bit matrices into an fp32 result is asked of the dispatcher, never tried and caught: a real
-failure such as out of memory must surface as itself. Where the device does not register it, operands are widened a slab
-at a time, which gives the same numbers.
+Whether a device multiplies 16-bit matrices into an fp32 result is asked of the dispatcher, never tried and caught: a
+real failure such as out of memory must surface as itself. Where the device does not register it, operands are widened a
+slab at a time, which gives the same numbers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def logits_into(out: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, b
 
 
 def matmul_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, accumulate: bool = False) -> None:
-    """``out (+)= a[m, k] @ b[k, n]`` with ``out``'s dtype at least as wide as the operands', or rounded once from fp32."""
+    """``out (+)= a[m, k] @ b[k, n]``, accumulated in fp32 at least and rounded once to ``out``'s dtype."""
     if out.numel() == 0:
         return
     if a.shape[1] == 0:

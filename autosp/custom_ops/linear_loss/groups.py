@@ -108,8 +108,8 @@ def agree_on_shards(
         values = [row[column] for row in table]
         if len(set(values)) > 1:
             raise RankMismatchError(
-                f"ranks of the tensor-parallel group disagree on {what}: {values}; every rank of the group must be given "
-                "the same hidden states, targets and settings"
+                f"ranks of the tensor-parallel group disagree on {what}: {values}; every rank of the group must "
+                "be given the same hidden states, targets and settings"
             )
     total = sum(row[0] for row in table)
     largest = max(row[0] for row in table)

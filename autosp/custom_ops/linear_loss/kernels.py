@@ -152,8 +152,8 @@ def row_statistics(
     """Maximum, sum of exponentials, weighted and centred sum of ``logits`` ``[n, v]`` into ``table`` (fp32 ``[4, n]``).
 
     Args:
-        seen: columns that ``table`` holds the statistics of already; they are merged. The last two rows of ``table`` are
-            left alone unless wanted.
+        seen: columns that ``table`` holds the statistics of already; they are merged. The last two rows of ``table``
+            are left alone unless wanted.
         target: ``[n]`` int64 ids; where ``target - column`` lies in the block its logit goes to ``picked`` (``[n]``).
     """
     n, v = logits.shape

@@ -33,8 +33,9 @@ def linear_stats(
     """Per-token statistics; see ``stats_impl.Statistics``.
 
     Returns:
-        ``logprob [N, K]``, ``entropy [N]``, ``lse [N]``, ``mean [N]`` (differentiable; no elements if not wanted), ``is_top [N, K]`` bool,
-        ``top [N]``, ``log_total [N]``, ``order [N or 0]`` int64, ``layout [4]`` int64 on the CPU, ``kept [N or 0, V_local]``.
+        ``logprob [N, K]``, ``entropy [N]``, ``lse [N]``, ``mean [N]`` (differentiable; no elements if not wanted),
+        ``is_top [N, K]`` bool, ``top [N]``, ``log_total [N]``, ``order [N or 0]`` int64, ``layout [4]`` int64 on the
+        CPU, ``kept [N or 0, V_local]``.
     """
     options = _options(softcap, tp, start, end, chunk_size, dtype, strict, debug)
     with without_autocast(hidden):
@@ -102,7 +103,8 @@ linear_stats.register_autograd(_stats_backward, setup_context=_stats_setup)
 def linear_stats_backward(
     g_logprob: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, g_mean: Tensor | None,
     hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, temperature: Tensor | None, logprob: Tensor,
-    entropy: Tensor, top: Tensor, log_total: Tensor, order: Tensor, layout: Tensor, kept: Tensor, main_grad: Tensor | None, softcap: float, tp: str, chunk_size: int, dtype: torch.dtype,
+    entropy: Tensor, top: Tensor, log_total: Tensor, order: Tensor, layout: Tensor, kept: Tensor,
+    main_grad: Tensor | None, softcap: float, tp: str, chunk_size: int, dtype: torch.dtype,
     need_hidden: bool, need_weight: bool, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of hidden, weight and bias from those of the statistics; see ``stats_impl.backward``."""
@@ -130,8 +132,8 @@ def _(
 @torch.library.custom_op("autosp::linear_cross_entropy", mutates_args=())
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: Tensor | None,
-    main_grad: Tensor | None, ignore_index: int, smoothing: float, z_loss: float, softcap: float, tp: str, start: int, end: int,
-    chunk_size: int, dtype: torch.dtype, need_hidden: bool, need_weight: bool, need_bias: bool, strict: bool,
+    main_grad: Tensor | None, ignore_index: int, smoothing: float, z_loss: float, softcap: float, tp: str, start: int,
+    end: int, chunk_size: int, dtype: torch.dtype, need_hidden: bool, need_weight: bool, need_bias: bool, strict: bool,
     debug: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Sum of the losses of the tokens whose target is not ``ignore_index``, and how many there are.
@@ -190,8 +192,8 @@ def scaled(upstream, grads, needs, formed, dtypes) -> list[Tensor | None]:
             result.append(None)
         elif not has:
             raise InternalError(
-                "a backward wants a gradient that the fused loss was told not to form; pass need_*=True for every input "
-                "that requires a gradient"
+                "a backward wants a gradient that the fused loss was told not to form; pass need_*=True for every "
+                "input that requires a gradient"
             )
         else:
             result.append(scale_gradient(upstream, grad, dtype))

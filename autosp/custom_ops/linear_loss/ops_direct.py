@@ -1,4 +1,4 @@
-"""The cross entropy whose weight gradient goes straight into a ``main_grad`` in the forward, with a promised upstream."""
+"""The cross entropy whose weight gradient goes into a ``main_grad`` in the forward, with a promised upstream."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _(
 def attach(
     value: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, dh: Tensor, db: Tensor, promised: Tensor
 ) -> Tensor:
-    """``value`` with ready-made gradients: its backward checks that the upstream number is ``promised``, then gives them."""
+    """``value`` with ready-made gradients; its backward checks that the upstream number is ``promised``."""
     return value.clone()
 
 

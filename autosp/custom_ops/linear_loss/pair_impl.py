@@ -1,9 +1,9 @@
 """Divergences between two heads' distributions, with no ``[tokens, vocabulary]`` block beyond a chunk.
 
-Values: a chunk of tokens at a time, the logits of both heads; over a group one max and one packed sum all-reduce for the
-normalizers, one more for the divergence, which needs them. A reduced divergence forms its gradient in the same pass (per
-side three GEMMs, one for a teacher that needs no gradient). Per token, the backward recomputes the logits a block of
-vocabulary rows at a time, as ``stats_impl`` does.
+Values: a chunk of tokens at a time, the logits of both heads; over a group one max and one packed sum all-reduce for
+the normalizers, one more for the divergence, which needs them. A reduced divergence forms its gradient in the same pass
+(per side three GEMMs, one for a teacher that needs no gradient). Per token, the backward recomputes the logits a block
+of vocabulary rows at a time, as ``stats_impl`` does.
 """
 
 from __future__ import annotations
@@ -197,7 +197,9 @@ def _collect(sinks, models, part: Rows, like: torch.Tensor) -> list[torch.Tensor
 
 
 def form(student: Model, teacher: Model, valid, temperature, kind, options: Options) -> list[torch.Tensor]:
-    """The sum of the divergences (a number), then fp32 gradients of upstream 1: three of the student, three of the teacher."""
+    """The sum of the divergences (a number), then fp32 gradients of upstream 1: three of the student, three of the
+    teacher.
+    """
     part, shards, _ = begin(student, teacher, valid, options)
     wide = gemm.accumulator_dtype(options.dtype)
     device = student.hidden.device

@@ -105,18 +105,16 @@ def _gradients_kernel(
     a = tl.load(a_ptr + row)
     b = tl.load(b_ptr + row)
     if NEED_S:
-        if KIND == 0:
-            ds = p_s - p_t
-        else:
+        ds = p_s - p_t
+        if KIND != 0:
             ds = tl.where(p_s == 0.0, 0.0, p_s * (right - b))
         if KIND == 2:
             ds = (1.0 - beta) * ds
         ds = ds * up * slope_s
         tl.store(ds_ptr + row * ds_stride + offsets, ds.to(ds_ptr.dtype.element_ty), mask=mask)
     if NEED_T:
-        if KIND == 1:
-            dt = p_t - p_s
-        else:
+        dt = p_t - p_s
+        if KIND != 1:
             dt = tl.where(p_t == 0.0, 0.0, p_t * (left - a))
         if KIND == 2:
             dt = beta * dt

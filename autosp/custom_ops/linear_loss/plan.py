@@ -88,8 +88,8 @@ def choose_way(
         return "lean"
     fp32_gradient = 4 * weight.shape[0] * weight.shape[1] if needs_weight else 0
     kept = itemsize * tokens * weight.shape[0]
-    # Few tokens: their logits are smaller than the fp32 gradient that forming in the forward would accumulate, and which
-    # a main_grad would only be added to afterwards.
+    # Few tokens: their logits are smaller than the fp32 gradient that forming in the forward would accumulate, and that
+    # a main_grad would only be given afterwards.
     if kept <= (fp32_gradient if main_grad else fp32_gradient // 2) + GIB // 8:
         return "keep"
     if memory == "auto" and fp32_gradient + MAX_CHUNK_BYTES > device_memory(weight.device) // 8:
@@ -98,7 +98,7 @@ def choose_way(
 
 
 def keep_per_token(memory: str, tokens: int, weight: torch.Tensor, itemsize: int) -> bool:
-    """Whether a per-token result keeps its logits: when they are small, or when ``"fast"`` allows as much as for a mean."""
+    """Whether a per-token result keeps its logits: when small, or when ``"fast"`` allows as much as for a mean."""
     kept = itemsize * tokens * weight.shape[0]
     if memory == "fast":
         return kept <= 4 * weight.shape[0] * weight.shape[1] + GIB // 8

@@ -1,4 +1,4 @@
-"""What every implementation starts with: the rows that count, the head in the compute dtype, the shards of the group."""
+"""What every implementation starts with: the rows that count, the head in the compute dtype, its buffers."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Rows:
 class Counting:
     """Compacts tokens to those that count, so that ignored ones cost no GEMM.
 
-    How many there are must reach the host. The copy is only started here: what is launched before :meth:`rows` keeps the
-    device busy meanwhile. While a CUDA graph is captured nothing may wait: then all rows are computed and masked.
+    How many there are must reach the host. The copy is only started here: what is launched before :meth:`rows` keeps
+    the device busy meanwhile. While a CUDA graph is captured nothing may wait: then all rows are computed and masked.
     """
 
     def __init__(self, valid: torch.Tensor | None, total: int, device: torch.device) -> None:
@@ -109,7 +109,7 @@ class Scratch:
 
 
 def inverse_temperature(temperature: torch.Tensor | None, rows: Rows, dtype: torch.dtype) -> torch.Tensor | None:
-    """``[count]`` contiguous ``1 / temperature`` of the rows that count; ``temperature`` is ``None``, ``[1]`` or ``[N]``."""
+    """``[count]`` contiguous ``1 / temperature`` of the rows that count, from ``None``, ``[1]`` or ``[N]``."""
     if temperature is None:
         return None
     inverse = temperature.to(dtype).reciprocal()
@@ -145,9 +145,9 @@ def refuse_outside(index: torch.Tensor, valid: torch.Tensor | None, shards: grou
 
 
 def narrowing_scale(bound: torch.Tensor | float, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor | None:
-    """A power of two that brings gradients of at most ``bound`` near the top of fp16's range; ``None`` for other dtypes.
+    """A power of two that brings gradients of at most ``bound`` near fp16's largest number; ``None`` for other dtypes.
 
-    fp16 has 15 binades above 1 and 24 below: softmax terms of a large vocabulary would lie in its subnormal range, and a
+    fp16 has 15 binades above 1 and 24 below: softmax terms of a large vocabulary would lie in its subnormal range, a
     loss scale of 65536 above it. The scale is exact and is taken out again in fp32.
     """
     if dtype != torch.float16:

@@ -3,9 +3,9 @@
 A block is ``[n, v]``: some rows (tokens) and some columns (vocabulary entries). The logit that counts is
 ``x = softcap * tanh(z / softcap) / temperature`` of the raw logit ``z``; both steps are taken here, in fp32 registers.
 
-Statistics are centred on the running maximum ``m``: ``S = sum e^(x-m)``, ``W = sum e^(x-m) (x-m)`` (terms of weight zero
-skipped) and ``Z = sum (x-m)``, so that a row spanning +-3e38 or a common offset of 1000 loses nothing. Blocks, and the
-shards of a group, are merged by the same formula (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+Statistics are centred on the running maximum ``m``: ``S = sum e^(x-m)``, ``W = sum e^(x-m) (x-m)`` (terms of weight
+zero skipped) and ``Z = sum (x-m)``, so that a row spanning +-3e38 or a common offset of 1000 loses nothing. Blocks, and
+the shards of a group, are merged by the same formula (Milakov and Gimelshein, "Online normalizer calculation for softmax",
 arXiv:1805.02867, with W and Z carried along).
 
 Every loss of one block of logits has a row gradient of one form. With ``lp_v = x_v - lse`` and ``p_v = e^lp_v``:

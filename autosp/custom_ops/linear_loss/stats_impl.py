@@ -3,7 +3,8 @@
 Forward: for each block, ``logits = h @ W_block^T``, merged into the running statistics of all tokens; no collective
 inside the loop, so uneven and empty shards need no care; over a group one max and one (packed) sum at the end.
 Backward: the statistics are known, so a block's gradient is complete at once: ``dW_block`` is one GEMM over all tokens
-(no fp32 copy of the weight gradient), ``dh`` is accumulated in fp32, and its all-reduce runs beside the last ``dW`` GEMM.
+(no fp32 copy of the weight gradient), ``dh`` is accumulated in fp32, and its all-reduce runs beside the last ``dW``
+GEMM.
 """
 
 from __future__ import annotations

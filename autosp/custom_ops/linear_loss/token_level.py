@@ -13,7 +13,7 @@ from .groups import group_name
 
 
 class LinearTokenStats(NamedTuple):
-    """Per token, ``[...]``: fp32 log-probability of the index, entropy, log-sum-exp, and whether the index is the argmax."""
+    """Per token, ``[...]``: log-probability of the index, entropy, log-sum-exp, and whether the index is the argmax."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -49,8 +49,8 @@ def vocab_parallel_linear_logprobs(
         reduction: ``"none"`` gives ``index``'s shape; ``"sum"`` and ``"mean"`` (over the ids that count) are over all
             tokens of ``sp_group``.
 
-    The other arguments are those of ``vocab_parallel_linear_cross_entropy``; ``memory="fast"`` keeps the logits when they
-    fit, ``"lean"`` always recomputes them in the backward. fp32 result (fp64 for fp64).
+    The other arguments are those of ``vocab_parallel_linear_cross_entropy``; ``memory="fast"`` keeps the logits when
+    they fit, ``"lean"`` always recomputes them in the backward. fp32 result (fp64 for fp64).
 
     Raises:
         InputError, RankMismatchError: as there.
