@@ -5,8 +5,8 @@ A block is ``[n, v]``: some rows (tokens) and some columns (vocabulary entries).
 
 Statistics are centred on the running maximum ``m``: ``S = sum e^(x-m)``, ``W = sum e^(x-m) (x-m)`` (terms of weight
 zero skipped) and ``Z = sum (x-m)``, so that a row spanning +-3e38 or a common offset of 1000 loses nothing. Blocks, and
-the shards of a group, are merged by the same formula (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-arXiv:1805.02867, with W and Z carried along).
+the shards of a group, are merged by the same formula (Milakov and Gimelshein, "Online normalizer calculation for
+softmax", arXiv:1805.02867, with W and Z carried along).
 
 Every loss of one block of logits has a row gradient of one form. With ``lp_v = x_v - lse`` and ``p_v = e^lp_v``:
 ``dL/dx_v = a_k [v = t_k] + p_v (b + c lp_v) + d``.
