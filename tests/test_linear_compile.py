@@ -91,6 +91,22 @@ def test_the_rest_of_the_family_and_main_grad():
         torch.testing.assert_close(graph, eager)
 
 
+@pytest.mark.parametrize("settings", [{"main_grad_upstream": 0.5}, {"memory": "fast"}, {"memory": "lean"}])
+def test_main_grad(settings):
+    def model(h, w, target, main_grad):
+        return vocab_parallel_linear_cross_entropy(h * 2, w, target, main_grad=main_grad, **settings) * 0.5
+
+    h, w, _, target = inputs()
+    results = []
+    for run in (model, compiled(model)):
+        local, main_grad = leaves(h, w), torch.ones(w.shape)
+        run(*local, target, main_grad).backward()
+        assert local[1].grad is None
+        results.append((local[0].grad, main_grad))
+    for eager, graph in zip(*results, strict=True):
+        torch.testing.assert_close(graph, eager)
+
+
 @pytest.mark.parametrize("way", ["keep", "form", "lean"])
 def test_under_autocast_and_no_grad(monkeypatch, way):
     monkeypatch.setattr(plan, "choose_way", lambda *_: way)

@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from test_linear_oracle import dense_loss, gradients, leaves, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosp.custom_ops.linear_loss import linear_cross_entropy_sum, ops, plan
+from autosp.custom_ops import linear_loss as ll
+from autosp.custom_ops.linear_loss import (
+    form_impl,
+    linear_cross_entropy_sum,
+    ops,
+    pair_impl,
+    plan,
+    stats_impl,
+)
+from autosp.custom_ops.linear_loss import problem as problem_module
 from autosp.custom_ops.linear_loss import vocab_parallel_linear_cross_entropy as fused
 from autosp.errors import InputError, InternalError
 
@@ -356,3 +365,34 @@ def test_a_gradient_that_was_not_formed_is_refused(monkeypatch):
     total, _ = linear_cross_entropy_sum(h, w, target, b, needs=(True, False, False))
     with pytest.raises(InternalError, match="told not to form"):
         total.backward()
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_masked_instead_of_compacted(way, monkeypatch):
+    """What a CUDA graph's capture does, where nothing may wait for the number of tokens that count."""
+
+    class Masked(problem_module.Counting):
+        def __init__(self, valid, total, device):
+            self.total, self._known = total, True
+            self.order = torch.arange(0 if valid is None else total)
+
+    h, w, b, target = problem()
+    mask = target != -100
+    per_token = torch.rand(13, dtype=torch.float64)
+
+    def results():
+        yield fused(h, w, target, b), torch.ones((), dtype=torch.float64)
+        yield fused(h, w, target, b, reduction="none"), per_token
+        yield ll.vocab_parallel_linear_entropy(h, w, b, mask=mask), per_token
+        yield ll.vocab_parallel_linear_logprobs(h, w, target, b), per_token
+        yield ll.vocab_parallel_linear_token_stats(h, w, target, b).logsumexp, per_token
+        for reduction in ("none", "sum"):
+            value = ll.vocab_parallel_linear_kl_div(h, w, h.detach() * 2, w.detach(), b, mask=mask, reduction=reduction)
+            yield value, per_token if reduction == "none" else torch.ones((), dtype=torch.float64)
+
+    expected = [(v.detach(), *torch.autograd.grad(v, (h, w, b), g)) for v, g in results()]
+    for module in (stats_impl, form_impl, pair_impl):
+        monkeypatch.setattr(module, "Counting", Masked)
+    for (value, upstream), wanted in zip(results(), expected, strict=True):
+        for g, e in zip((value, *torch.autograd.grad(value, (h, w, b), upstream)), wanted, strict=True):
+            assert relative_error(g, e) < 1e-11

@@ -139,6 +139,9 @@ def _divergence(sides: tuple[Tensor | None, ...], kind: Kind, s: _Settings) -> T
         total, *_ = ops_pair.linear_pair_sum(*flat, valid, temperature, *settings, needs, bool(s.debug))
     else:
         value, *_ = ops_pair.linear_pair(*flat, valid, temperature, *settings, bool(s.debug))
+        if valid is not None:
+            # Also what the operator left out: no upstream gradient may reach a token that does not count.
+            value = torch.where(valid, value, 0.0)
         if s.reduction == "none":
             return value.reshape(hidden.shape[:-1])
         total = value.sum()

@@ -206,11 +206,14 @@ def form(student: Model, teacher: Model, valid, temperature, kind, options: Opti
     total = torch.zeros((), device=device, dtype=wide)
     chunks = _Chunks(student, teacher, part, shards, temperature, options)
     grads = [_Accumulated(m, part, wide, shards.local, options.tp) for m in (student, teacher)]
+    live = None if valid is None else part.take(valid)
     for span, hidden, logits in chunks:
         shapes = [s.rows(span.start, span.stop) for s in chunks.shapes]
         side_s, side_t, a, b = _pair(*logits, *shapes, kind, options.tp)
-        total += kind.value(a, b).sum()
-        up = torch.ones_like(a)
+        value, up = kind.value(a, b), torch.ones_like(a)
+        if live is not None:
+            value, up = (torch.where(live[span], x, 0.0) for x in (value, up))
+        total += value.sum()
         bound = _bound(up, a, b)
         if shapes[0].inverse_temperature is not None:
             bound = bound * shapes[0].inverse_temperature.abs()

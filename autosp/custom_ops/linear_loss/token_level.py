@@ -136,6 +136,8 @@ def vocab_parallel_linear_entropy(
     sp = group_name(sp_group, "sp_group")
     none = given.hidden.new_empty(given.hidden.shape[0], 0, dtype=torch.int64)
     _, entropy, *_ = _stats(given, none, valid, memory, checks.main_grad(main_grad, weight))
+    if valid is not None:
+        entropy = torch.where(valid, entropy, 0.0)
     if reduction == "none":
         return entropy.reshape(hidden.shape[:-1])
     count = torch.ones_like(entropy, dtype=torch.bool) if valid is None else valid
@@ -176,5 +178,6 @@ def vocab_parallel_linear_token_stats(
     valid = given.target != ignore_index
     buffer = checks.main_grad(main_grad, weight)
     logprob, entropy, lse, _, is_top, *_ = _stats(given, given.target[:, None], valid, memory, buffer)
-    fields = (logprob[:, 0], entropy, lse, is_top[:, 0])
+    fields = [torch.where(valid, field, 0.0) for field in (logprob[:, 0], entropy, lse)]
+    fields.append(is_top[:, 0] & valid)
     return LinearTokenStats(*(field.reshape(index.shape) for field in fields))
