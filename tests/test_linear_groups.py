@@ -8,6 +8,7 @@ import torch.distributed as dist
 from test_linear_oracle import dense_divergence, dense_loss, leaves, relative_error
 
 from autosp.custom_ops.linear_loss import (
+    groups,
     plan,
     vocab_parallel_linear_cross_entropy,
     vocab_parallel_linear_entropy,
@@ -277,3 +278,29 @@ def train_body(info, steps):
 
 def test_three_steps_of_sgd_stay_equal(ranks):
     ranks.run(train_body, 3, world_size=2, timeout=120)
+
+
+def counting_body(info, way):
+    """How often each collective is issued, by operation."""
+    plan.choose_way = lambda *_: way
+    issued = []
+    original = groups.start_all_reduce
+    groups.start_all_reduce = lambda tensor, op, name: issued.append(op) or original(tensor, op, name)
+    try:
+        h, w, b, target = inputs()
+        part = span((23, 0), info.rank)
+        local = leaves(h, w[part], b[part])
+        vocab_parallel_linear_cross_entropy(
+            local[0], local[1], target, local[2], tp_group=dist.group.WORLD, chunk_size=4, label_smoothing=0.1
+        ).backward()
+    finally:
+        groups.start_all_reduce = original
+    return issued
+
+
+@pytest.mark.parametrize("way, chunks", [("form", 2), ("lean", 1)])
+def test_one_max_and_one_sum_a_chunk_and_the_hidden_gradient(ranks, way, chunks):
+    # 8 of 9 tokens count: two chunks of 4. The lean way needs no more than one pair for all tokens. The hidden gradient
+    # is one more sum a chunk; a rank with an empty shard issues the same.
+    for issued in ranks.run(counting_body, way, world_size=2, timeout=60):
+        assert issued == ["max", "sum", "sum"] * chunks
