@@ -89,3 +89,30 @@ def test_top_k_index_is_for_logprobs_only():
 def test_integer_targets_of_other_widths():
     for dtype in (torch.int32, torch.int16, torch.uint8):
         assert fused(H, W, T.to(dtype)) == fused(H, W, T)
+
+
+@pytest.mark.parametrize("settings", [(True, True), (False, True), (False, False)])
+def test_reduction_settings_are_restored(settings):
+    from autosp.custom_ops.linear_loss.modes import fp32_reductions
+
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = [getattr(matmul, name) for name in names]
+
+    def state():
+        return [(getattr(matmul, name), getattr(matmul, f"{name}_split_k", True)) for name in names]
+
+    if settings[1] is False and not hasattr(matmul, f"{names[0]}_split_k"):
+        pytest.skip("this torch has no setting for split-K")
+    try:
+        for name in names:
+            setattr(matmul, name, settings if not settings[1] else settings[0])
+        outside = state()
+        with pytest.raises(KeyError), fp32_reductions():
+            assert [allowed for allowed, _ in state()] == [False, False]
+            assert [split for _, split in state()] == [split for _, split in outside]
+            raise KeyError
+        assert state() == outside
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(matmul, name, value)

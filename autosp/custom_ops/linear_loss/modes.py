@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from autosp.errors import InputError
 
 
-def without_autocast(tensor: torch.Tensor) -> torch.autocast:
-    """A context in which autocast is off for ``tensor``'s device."""
-    return torch.autocast(tensor.device.type, enabled=False)
+@contextlib.contextmanager
+def exact_products(tensor: torch.Tensor) -> Iterator[None]:
+    """Inside it ``tensor``'s device does no autocast, and its 16-bit GEMMs sum in fp32 also when they split K."""
+    with torch.autocast(tensor.device.type, enabled=False):
+        if tensor.device.type == "cuda":
+            with fp32_reductions():
+                yield
+        else:
+            yield
+
+
+@contextlib.contextmanager
+def fp32_reductions() -> Iterator[None]:
+    """Forbid cuBLAS to add partial sums in 16 bit, and restore the caller's settings."""
+    matmul = torch.backends.cuda.matmul
+    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    # Where torch has a second setting for split-K, assigning a plain bool to the first would reset it.
+    before = [(getattr(matmul, name), getattr(matmul, f"{name}_split_k", True)) for name in names]
+    try:
+        for name, (_, split_k) in zip(names, before, strict=True):
+            setattr(matmul, name, False if split_k else (False, False))
+        yield
+    finally:
+        for name, (allowed, split_k) in zip(names, before, strict=True):
+            setattr(matmul, name, allowed if split_k else (allowed, False))
 
 
 def compute_dtype(hidden: torch.Tensor) -> torch.dtype:

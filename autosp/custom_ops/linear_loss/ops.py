@@ -13,7 +13,7 @@ from autosp.errors import InternalError
 
 from . import _dispatch, form_impl, stats_impl
 from .gemm import accumulator_dtype, logits_dtype
-from .modes import refuse_second_derivative, without_autocast
+from .modes import exact_products, refuse_second_derivative
 
 _INT = torch.int64
 
@@ -38,7 +38,7 @@ def linear_stats(
         CPU, ``kept [N or 0, V_local]``.
     """
     options = _options(softcap, tp, start, end, chunk_size, dtype, strict, debug)
-    with without_autocast(hidden):
+    with exact_products(hidden):
         wants = (want_entropy, want_mean)
         s = stats_impl.forward(hidden, weight, bias, index, valid, temperature, options, keep, wants)
         lse = s.top + s.log_total
@@ -112,7 +112,7 @@ def linear_stats_backward(
     up = stats_impl.Upstream(g_logprob, g_entropy, g_lse, g_mean)
     options = _options(softcap, tp, -1, -1, chunk_size, dtype)
     needs = (need_hidden, need_weight, need_bias)
-    with without_autocast(hidden):
+    with exact_products(hidden):
         return stats_impl.backward(up, stats, hidden, weight, bias, index, temperature, options, needs, main_grad)
 
 
@@ -151,7 +151,7 @@ def linear_cross_entropy(
     valid = target != ignore_index
     needs = (need_hidden, need_weight, need_bias)
     loss = form_impl.Loss(smoothing, z_loss)
-    with without_autocast(hidden):
+    with exact_products(hidden):
         total, *grads = form_impl.forward(
             hidden, weight, bias, target, valid, temperature, loss, options, needs, None, None
         )

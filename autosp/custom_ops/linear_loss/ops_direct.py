@@ -8,7 +8,7 @@ from torch import Tensor
 from autosp.errors import InputError
 
 from . import form_impl
-from .modes import refuse_second_derivative, without_autocast
+from .modes import exact_products, refuse_second_derivative
 from .ops import _options
 
 
@@ -26,7 +26,7 @@ def linear_cross_entropy_into(
     """
     options = _options(softcap, tp, start, end, chunk_size, dtype, strict, debug)
     loss = form_impl.Loss(smoothing, z_loss)
-    with without_autocast(hidden):
+    with exact_products(hidden):
         total, dh, _, db = form_impl.forward(
             hidden, weight, bias, target, target != ignore_index, temperature, loss, options,
             (need_hidden, True, need_bias), main_grad, promised,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import pair_impl
 from .gemm import accumulator_dtype
-from .modes import refuse_second_derivative, without_autocast
+from .modes import exact_products, refuse_second_derivative
 from .ops import _options, scaled
 from .pair_rows import Kind
 
@@ -35,7 +35,7 @@ def linear_pair(
     kind = Kind(code, beta)
     student, teacher = _models(sh, sw, sb, th, tw, tb, s_cap, t_cap, (False,) * 6)
     options = _options(0.0, tp, start, end, chunk_size, dtype, debug=debug)
-    with without_autocast(sh):
+    with exact_products(sh):
         stats = pair_impl.forward(student, teacher, valid, temperature, kind, options)
         value = kind.value(stats.table[4], stats.table[5]).clone()
     return value, stats.table, stats.order, stats.layout
@@ -86,7 +86,7 @@ def linear_pair_backward(
     student, teacher = _models(sh, sw, sb, th, tw, tb, s_cap, t_cap, needs)
     options = _options(0.0, tp, -1, -1, chunk_size, dtype)
     stats = pair_impl.PairStatistics(table, order, layout)
-    with without_autocast(sh):
+    with exact_products(sh):
         grads = pair_impl.backward(upstream, stats, student, teacher, temperature, Kind(code, beta), options)
     inputs = (sh, sw, sb, th, tw, tb)
     return tuple(g if need else _none(sh if x is None else x) for g, need, x in zip(grads, needs, inputs, strict=True))
@@ -112,7 +112,7 @@ def linear_pair_sum(
     """Sum of the divergences (differentiable), and the fp32 gradients of upstream 1 of the six inputs."""
     student, teacher = _models(sh, sw, sb, th, tw, tb, s_cap, t_cap, needs)
     options = _options(0.0, tp, start, end, chunk_size, dtype, debug=debug)
-    with without_autocast(sh):
+    with exact_products(sh):
         return tuple(pair_impl.form(student, teacher, valid, temperature, Kind(code, beta), options))
 
 
