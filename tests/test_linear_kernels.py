@@ -23,14 +23,24 @@ INSIDE = GPU or os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 
 
-@pytest.mark.skipif(INSIDE, reason="the kernels run in this process")
-def test_in_the_interpreter():
+def run_inside(marker: str, timeout: int) -> None:
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     environment.pop("AUTOSP_TRITON", None)
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", marker, __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "passed" in done.stdout
+
+
+@pytest.mark.skipif(INSIDE, reason="the kernels run in this process")
+def test_in_the_interpreter():
+    run_inside("not slow", 300)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INSIDE, reason="the kernels run in this process")
+def test_wide_sweep_in_the_interpreter():
+    run_inside("slow", 500)
 
 
 inside = pytest.mark.skipif(not INSIDE, reason="run by test_in_the_interpreter")
