@@ -110,7 +110,8 @@ def _chunk_stats(fields: torch.Tensor, u: torch.Tensor, index: torch.Tensor, inv
     owned, local = owned_ids(index, options.start, options.valid)
     fields[:, PACKED_FIELDS:] = torch.where(owned, u.gather(1, local), torch.zeros((), dtype=u.dtype, device=u.device))
     if options.exclude:
-        left_out = torch.zeros(u.shape, dtype=torch.int32, device=u.device).scatter_add_(1, local, owned.int())
+        named = (owned & (index != options.ignore_index)).int()
+        left_out = torch.zeros(u.shape, dtype=torch.int32, device=u.device).scatter_add_(1, local, named)
         u = u.masked_fill(left_out > 0, -torch.inf)
     m = u.max(dim=1).values
     centred = u - finite_or_zero(m).unsqueeze(1)
@@ -222,7 +223,8 @@ def row_stats_backward(
         owned, local = owned_ids(index[rows], options.start, options.valid)
         if options.valid:
             if options.exclude:
-                hit = torch.zeros(u.shape, dtype=torch.int32, device=u.device).scatter_add_(1, local, owned.int())
+                named = (owned & (index[rows] != options.ignore_index)).int()
+                hit = torch.zeros(u.shape, dtype=torch.int32, device=u.device).scatter_add_(1, local, named)
                 g = torch.where(hit > 0, torch.zeros_like(g), g)
             g = g.scatter_add(1, local, torch.where(owned, d[rows], torch.zeros_like(d[rows])))
         g = g * inverse * cap_slope(x, options.softcap)

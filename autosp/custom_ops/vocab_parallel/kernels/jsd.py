@@ -1,0 +1,213 @@
+"""The Jensen-Shannon sums from global probabilities, and both gradients in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..divergence_plain import PairOptions
+from .common import LN2, LOG2E, cap_slope, capped, on_device_of, pointer_or, row_inverse, row_offset, weighted
+from .kl import element_bytes, pair_arguments
+
+# By bytes of an element of the wider input, from the sweeps in docs/benchmarks_losses.md.
+FORWARD = {2: dict(BLOCK=4096, num_warps=8), 4: dict(BLOCK=4096, num_warps=8)}
+BACKWARD = {2: dict(BLOCK=4096, num_warps=8), 4: dict(BLOCK=2048, num_warps=8)}
+
+
+@triton.jit
+def _mixture(d_p, d_q, k, log_s_p, log_s_q, beta):
+    """``(P, Q, log(P/M), log(Q/M))``, the larger of P and Q factored out of M; see ``divergence_plain.mixture_logs``."""
+    log_p = d_p * k - log_s_p
+    log_q = d_q * k - log_s_q
+    difference = (d_p - d_q) * k - (log_s_p - log_s_q)
+    nothing = (log_p == float("-inf")) & (log_q == float("-inf"))
+    gap = tl.where(nothing, 0.0, tl.abs(difference))
+    ratio = tl.exp2(gap * -LOG2E)
+    p_larger = (difference < 0) == 0
+    larger = tl.exp2(tl.where(p_larger, log_p, log_q) * LOG2E)
+    mixed = tl.log2(1.0 + tl.where(p_larger, beta, 1.0 - beta) * (ratio - 1.0)) * LN2
+    smaller = larger * ratio
+    big = -mixed
+    small = -gap - mixed
+    return (
+        tl.where(p_larger, larger, smaller),
+        tl.where(p_larger, smaller, larger),
+        tl.where(p_larger, big, small),
+        tl.where(p_larger, small, big),
+    )
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def jsd_forward_kernel(
+    p_ptr,
+    q_ptr,
+    inverse_ptr,
+    saved_ptr,
+    sums_ptr,
+    n_rows,
+    n_cols,
+    p_inner,
+    p_outer_stride,
+    p_inner_stride,
+    q_inner,
+    q_outer_stride,
+    q_inner_stride,
+    inverse,
+    softcap,
+    beta,
+    PER_ROW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Last rows first: the statistics pass read them last, so they are what the cache may still hold.
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    p_row = p_ptr + row_offset(row, p_inner, p_outer_stride, p_inner_stride)
+    q_row = q_ptr + row_offset(row, q_inner, q_outer_stride, q_inner_stride)
+    k = row_inverse(inverse_ptr, inverse, row, PER_ROW)
+    m_p = tl.load(saved_ptr + row)
+    log_s_p = tl.load(saved_ptr + n_rows + row)
+    m_q = tl.load(saved_ptr + 2 * n_rows + row)
+    log_s_q = tl.load(saved_ptr + 3 * n_rows + row)
+    sum_p = tl.zeros([BLOCK], tl.float32)
+    sum_q = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, n_cols, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        live = columns < n_cols
+        x_p = tl.load(p_row + columns, mask=live, other=0.0).to(tl.float32)
+        x_q = tl.load(q_row + columns, mask=live, other=0.0).to(tl.float32)
+        d_p = capped(x_p, softcap, SOFTCAP) - m_p
+        d_q = capped(x_q, softcap, SOFTCAP) - m_q
+        p, q, ratio_p, ratio_q = _mixture(d_p, d_q, k, log_s_p, log_s_q, beta)
+        sum_p += tl.where(live, weighted(p, ratio_p), 0.0)
+        sum_q += tl.where(live, weighted(q, ratio_q), 0.0)
+    tl.store(sums_ptr + row, tl.sum(sum_p, axis=0))
+    tl.store(sums_ptr + n_rows + row, tl.sum(sum_q, axis=0))
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_groups"])
+def jsd_backward_kernel(
+    p_ptr,
+    q_ptr,
+    grad_p_ptr,
+    grad_q_ptr,
+    inverse_ptr,
+    sums_ptr,
+    saved_ptr,
+    g_ptr,
+    n_rows,
+    n_cols,
+    n_valid,
+    n_groups,
+    p_inner,
+    p_outer_stride,
+    p_inner_stride,
+    q_inner,
+    q_outer_stride,
+    q_inner_stride,
+    inverse,
+    softcap,
+    beta,
+    PER_ROW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NEED_P: tl.constexpr,
+    NEED_Q: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # The order of the forward's second pass reversed again, for the cache.
+    program = tl.program_id(0)
+    row = (program // n_groups).to(tl.int64)
+    columns = (program % n_groups) * BLOCK + tl.arange(0, BLOCK)
+    k = row_inverse(inverse_ptr, inverse, row, PER_ROW)
+    g = tl.load(g_ptr + row)
+    # A row without an upstream gradient is not read.
+    live = columns < tl.where(g == 0.0, 0, n_valid)
+    x_p = tl.load(p_ptr + row_offset(row, p_inner, p_outer_stride, p_inner_stride) + columns, mask=live, other=0.0)
+    x_q = tl.load(q_ptr + row_offset(row, q_inner, q_outer_stride, q_inner_stride) + columns, mask=live, other=0.0)
+    x_p = x_p.to(tl.float32)
+    x_q = x_q.to(tl.float32)
+    d_p = capped(x_p, softcap, SOFTCAP) - tl.load(saved_ptr + row)
+    d_q = capped(x_q, softcap, SOFTCAP) - tl.load(saved_ptr + 2 * n_rows + row)
+    log_s_p = tl.load(saved_ptr + n_rows + row)
+    log_s_q = tl.load(saved_ptr + 3 * n_rows + row)
+    p, q, ratio_p, ratio_q = _mixture(d_p, d_q, k, log_s_p, log_s_q, beta)
+    if NEED_P:
+        value = weighted(p, ratio_p - tl.load(sums_ptr + row)) * (g * k * (1.0 - beta))
+        if SOFTCAP:
+            value = value * cap_slope(x_p, softcap)
+        value = tl.where(live, value, 0.0).to(grad_p_ptr.dtype.element_ty)
+        tl.store(grad_p_ptr + row * n_cols + columns, value, mask=columns < n_cols)
+    if NEED_Q:
+        value = weighted(q, ratio_q - tl.load(sums_ptr + n_rows + row)) * (g * k * beta)
+        if SOFTCAP:
+            value = value * cap_slope(x_q, softcap)
+        value = tl.where(live, value, 0.0).to(grad_q_ptr.dtype.element_ty)
+        tl.store(grad_q_ptr + row * n_cols + columns, value, mask=columns < n_cols)
+
+
+def local_jsd_sums(p: torch.Tensor, q: torch.Tensor, saved: torch.Tensor, beta: float, options: PairOptions) -> torch.Tensor:
+    """As ``divergence_plain.local_jsd_sums``, in one read of each."""
+    a, b, strides = pair_arguments(p, q)
+    sums = torch.empty(2, a.rows, dtype=torch.float32, device=p.device)
+    if a.rows:
+        with on_device_of(p):
+            jsd_forward_kernel[(a.rows,)](
+                a.tensor,
+                b.tensor,
+                pointer_or(options.inverse_rows, saved),
+                saved,
+                sums,
+                a.rows,
+                options.valid,
+                *strides,
+                options.inverse,
+                options.softcap,
+                beta,
+                PER_ROW=options.inverse_rows is not None,
+                SOFTCAP=options.softcap != 0.0,
+                **FORWARD[element_bytes(p, q)],
+            )
+    return sums
+
+
+def jsd_backward(
+    p: torch.Tensor,
+    q: torch.Tensor,
+    sums: torch.Tensor,
+    saved: torch.Tensor,
+    upstream: torch.Tensor,
+    beta: float,
+    options: PairOptions,
+    grad_p: torch.Tensor | None,
+    grad_q: torch.Tensor | None,
+) -> None:
+    """As ``divergence_plain.jsd_backward``, both gradients from one read of each input."""
+    a, b, strides = pair_arguments(p, q)
+    if a.rows == 0 or a.cols == 0 or (grad_p is None and grad_q is None):
+        return
+    config = BACKWARD[element_bytes(p, q)]
+    groups = triton.cdiv(a.cols, config["BLOCK"])
+    with on_device_of(p):
+        jsd_backward_kernel[(a.rows * groups,)](
+            a.tensor,
+            b.tensor,
+            pointer_or(grad_p, saved),
+            pointer_or(grad_q, saved),
+            pointer_or(options.inverse_rows, saved),
+            sums,
+            saved,
+            upstream,
+            a.rows,
+            a.cols,
+            options.valid,
+            groups,
+            *strides,
+            options.inverse,
+            options.softcap,
+            beta,
+            PER_ROW=options.inverse_rows is not None,
+            SOFTCAP=options.softcap != 0.0,
+            NEED_P=grad_p is not None,
+            NEED_Q=grad_q is not None,
+            **config,
+        )

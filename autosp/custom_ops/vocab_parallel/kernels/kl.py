@@ -1,0 +1,304 @@
+"""KL(P || Q) of two rows in one read of each, its combination over ranks, and both gradients in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..divergence_plain import KL_FIELDS, PairOptions
+from ..rows import row_view
+from .common import (
+    LN2,
+    LOG2E,
+    cap_slope,
+    capped,
+    finite_or_zero,
+    on_device_of,
+    pointer_or,
+    row_inverse,
+    row_offset,
+    weighted,
+)
+
+# By bytes of an element of the wider input, from the sweeps in docs/benchmarks_losses.md.
+FORWARD = {2: dict(DEPTH=4, LANES=1024, num_warps=8), 4: dict(DEPTH=4, LANES=1024, num_warps=8)}
+BACKWARD = {2: dict(BLOCK=4096, num_warps=8), 4: dict(BLOCK=2048, num_warps=8)}
+_COMBINE_ROWS = 32
+
+
+@triton.jit
+def _update(u_p, u_q, m_p, s_p, m_q, s_q, acc, scale):
+    n_p = tl.maximum(m_p, tl.max(u_p, axis=0))
+    n_q = tl.maximum(m_q, tl.max(u_q, axis=0))
+    centre_p = finite_or_zero(n_p)
+    centre_q = finite_or_zero(n_q)
+    d_p = u_p - centre_p[None, :]
+    d_q = u_q - centre_q[None, :]
+    e_p = tl.exp2(d_p * scale)
+    shift_p = m_p - centre_p
+    keep = tl.exp2(shift_p * scale)
+    moved = weighted(s_p, shift_p - (finite_or_zero(m_q) - centre_q))
+    acc = weighted(keep, acc + moved) + tl.sum(weighted(e_p, d_p - d_q), axis=0)
+    s_p = s_p * keep + tl.sum(e_p, axis=0)
+    s_q = s_q * tl.exp2((m_q - centre_q) * scale) + tl.sum(tl.exp2(d_q * scale), axis=0)
+    return n_p, s_p, n_q, s_q, acc
+
+
+@triton.jit
+def kl_forward_kernel(
+    p_ptr,
+    q_ptr,
+    inverse_ptr,
+    packed_ptr,
+    n_cols,
+    p_inner,
+    p_outer_stride,
+    p_inner_stride,
+    q_inner,
+    q_outer_stride,
+    q_inner_stride,
+    inverse,
+    softcap,
+    PER_ROW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    p_row = p_ptr + row_offset(row, p_inner, p_outer_stride, p_inner_stride)
+    q_row = q_ptr + row_offset(row, q_inner, q_outer_stride, q_inner_stride)
+    scale = row_inverse(inverse_ptr, inverse, row, PER_ROW) * LOG2E
+    TILE: tl.constexpr = DEPTH * LANES
+    tile = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    m_p = tl.full([LANES], float("-inf"), tl.float32)
+    m_q = tl.full([LANES], float("-inf"), tl.float32)
+    s_p = tl.zeros([LANES], tl.float32)
+    s_q = tl.zeros([LANES], tl.float32)
+    acc = tl.zeros([LANES], tl.float32)
+    whole = n_cols // TILE * TILE
+    for begin in range(0, whole, TILE):
+        u_p = capped(tl.load(p_row + begin + tile).to(tl.float32), softcap, SOFTCAP)
+        u_q = capped(tl.load(q_row + begin + tile).to(tl.float32), softcap, SOFTCAP)
+        m_p, s_p, m_q, s_q, acc = _update(u_p, u_q, m_p, s_p, m_q, s_q, acc, scale)
+    if whole < n_cols:
+        live = whole + tile < n_cols
+        u_p = capped(tl.load(p_row + whole + tile, mask=live, other=0.0).to(tl.float32), softcap, SOFTCAP)
+        u_q = capped(tl.load(q_row + whole + tile, mask=live, other=0.0).to(tl.float32), softcap, SOFTCAP)
+        u_p = tl.where(live, u_p, float("-inf"))
+        u_q = tl.where(live, u_q, float("-inf"))
+        m_p, s_p, m_q, s_q, acc = _update(u_p, u_q, m_p, s_p, m_q, s_q, acc, scale)
+
+    top_p = tl.max(m_p, axis=0)
+    top_q = tl.max(m_q, axis=0)
+    shift_p = m_p - finite_or_zero(top_p)
+    keep = tl.exp2(shift_p * scale)
+    moved = weighted(s_p, shift_p - (finite_or_zero(m_q) - finite_or_zero(top_q)))
+    out = packed_ptr + row * 5
+    tl.store(out, top_p)
+    tl.store(out + 1, tl.sum(s_p * keep, axis=0))
+    tl.store(out + 2, top_q)
+    tl.store(out + 3, tl.sum(s_q * tl.exp2((m_q - finite_or_zero(top_q)) * scale), axis=0))
+    tl.store(out + 4, tl.sum(weighted(keep, acc + moved), axis=0))
+
+
+@triton.jit(do_not_specialize=["n_ranks", "n_rows"])
+def kl_combine_kernel(
+    gathered_ptr,
+    n_ranks,
+    inverse_ptr,
+    kl_ptr,
+    saved_ptr,
+    n_rows,
+    inverse,
+    PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < n_rows
+    if PER_ROW:
+        k = tl.load(inverse_ptr + row, mask=live, other=1.0)
+    else:
+        k = tl.full([ROWS], 1.0, tl.float32) * inverse
+    scale = k * LOG2E
+    m_p = tl.full([ROWS], float("-inf"), tl.float32)
+    m_q = tl.full([ROWS], float("-inf"), tl.float32)
+    length = n_rows.to(tl.int64) * 5
+    for rank in range(n_ranks):
+        fields = gathered_ptr + rank * length + row * 5
+        m_p = tl.maximum(m_p, tl.load(fields, mask=live, other=0.0))
+        m_q = tl.maximum(m_q, tl.load(fields + 2, mask=live, other=0.0))
+    s_p = tl.zeros([ROWS], tl.float32)
+    s_q = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS], tl.float32)
+    for rank in range(n_ranks):
+        fields = gathered_ptr + rank * length + row * 5
+        shift_p = tl.load(fields, mask=live, other=0.0) - finite_or_zero(m_p)
+        of_q = tl.load(fields + 2, mask=live, other=0.0)
+        of_s = tl.load(fields + 1, mask=live, other=1.0)
+        keep = tl.exp2(shift_p * scale)
+        moved = weighted(of_s, shift_p - (finite_or_zero(of_q) - finite_or_zero(m_q)))
+        acc += weighted(keep, tl.load(fields + 4, mask=live, other=0.0) + moved)
+        s_p += keep * of_s
+        s_q += tl.exp2((of_q - finite_or_zero(m_q)) * scale) * tl.load(fields + 3, mask=live, other=1.0)
+    log_p = tl.log2(s_p) * LN2
+    log_q = tl.log2(s_q) * LN2
+    tl.store(kl_ptr + row, acc / s_p * k - (log_p - log_q), mask=live)
+    tl.store(saved_ptr + row, m_p, mask=live)
+    tl.store(saved_ptr + n_rows + row, log_p, mask=live)
+    tl.store(saved_ptr + 2 * n_rows + row, m_q, mask=live)
+    tl.store(saved_ptr + 3 * n_rows + row, log_q, mask=live)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_groups"])
+def kl_backward_kernel(
+    p_ptr,
+    q_ptr,
+    grad_p_ptr,
+    grad_q_ptr,
+    inverse_ptr,
+    kl_ptr,
+    saved_ptr,
+    g_ptr,
+    n_rows,
+    n_cols,
+    n_valid,
+    n_groups,
+    p_inner,
+    p_outer_stride,
+    p_inner_stride,
+    q_inner,
+    q_outer_stride,
+    q_inner_stride,
+    inverse,
+    softcap,
+    PER_ROW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NEED_P: tl.constexpr,
+    NEED_Q: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Last rows first: the forward read them last, so they are what the cache may still hold.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = (program // n_groups).to(tl.int64)
+    columns = (program % n_groups) * BLOCK + tl.arange(0, BLOCK)
+    k = row_inverse(inverse_ptr, inverse, row, PER_ROW)
+    g = tl.load(g_ptr + row)
+    # A row without an upstream gradient is not read.
+    live = columns < tl.where(g == 0.0, 0, n_valid)
+    x_p = tl.load(p_ptr + row_offset(row, p_inner, p_outer_stride, p_inner_stride) + columns, mask=live, other=0.0)
+    x_q = tl.load(q_ptr + row_offset(row, q_inner, q_outer_stride, q_inner_stride) + columns, mask=live, other=0.0)
+    x_p = x_p.to(tl.float32)
+    x_q = x_q.to(tl.float32)
+    log_s_p = tl.load(saved_ptr + n_rows + row)
+    log_s_q = tl.load(saved_ptr + 3 * n_rows + row)
+    d_p = capped(x_p, softcap, SOFTCAP) - tl.load(saved_ptr + row)
+    d_q = capped(x_q, softcap, SOFTCAP) - tl.load(saved_ptr + 2 * n_rows + row)
+    p = tl.exp2((d_p * k - log_s_p) * LOG2E)
+    if NEED_P:
+        value = weighted(p, ((d_p - d_q) * k - (log_s_p - log_s_q)) - tl.load(kl_ptr + row)) * (g * k)
+        if SOFTCAP:
+            value = value * cap_slope(x_p, softcap)
+        value = tl.where(live, value, 0.0).to(grad_p_ptr.dtype.element_ty)
+        tl.store(grad_p_ptr + row * n_cols + columns, value, mask=columns < n_cols)
+    if NEED_Q:
+        value = (tl.exp2((d_q * k - log_s_q) * LOG2E) - p) * (g * k)
+        if SOFTCAP:
+            value = value * cap_slope(x_q, softcap)
+        value = tl.where(live, value, 0.0).to(grad_q_ptr.dtype.element_ty)
+        tl.store(grad_q_ptr + row * n_cols + columns, value, mask=columns < n_cols)
+
+
+def pair_arguments(p: torch.Tensor, q: torch.Tensor):
+    """``(P's rows, Q's rows, stride arguments of both)``."""
+    a, b = row_view(p), row_view(q)
+    return a, b, (a.inner, a.outer_stride, a.inner_stride, b.inner, b.outer_stride, b.inner_stride)
+
+
+def element_bytes(p: torch.Tensor, q: torch.Tensor) -> int:
+    """Bytes of an element of the wider input, which choose the block sizes."""
+    return max(p.element_size(), q.element_size())
+
+
+def local_kl_stats(p: torch.Tensor, q: torch.Tensor, options: PairOptions) -> torch.Tensor:
+    """As ``divergence_plain.local_kl_stats``, in one read of each."""
+    a, b, strides = pair_arguments(p, q)
+    packed = torch.empty(a.rows * KL_FIELDS, dtype=torch.float32, device=p.device)
+    if a.rows:
+        with on_device_of(p):
+            kl_forward_kernel[(a.rows,)](
+                a.tensor,
+                b.tensor,
+                pointer_or(options.inverse_rows, packed),
+                packed,
+                options.valid,
+                *strides,
+                options.inverse,
+                options.softcap,
+                PER_ROW=options.inverse_rows is not None,
+                SOFTCAP=options.softcap != 0.0,
+                **FORWARD[element_bytes(p, q)],
+            )
+    return packed
+
+
+def combine_kl_stats(gathered: torch.Tensor, options: PairOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``divergence_plain.combine_kl_stats``."""
+    rows = gathered.shape[1] // KL_FIELDS
+    kl, saved = (torch.empty(shape, dtype=torch.float32, device=gathered.device) for shape in ((rows,), (4, rows)))
+    if rows:
+        with on_device_of(gathered):
+            kl_combine_kernel[(triton.cdiv(rows, _COMBINE_ROWS),)](
+                gathered,
+                gathered.shape[0],
+                pointer_or(options.inverse_rows, gathered),
+                kl,
+                saved,
+                rows,
+                options.inverse,
+                PER_ROW=options.inverse_rows is not None,
+                ROWS=_COMBINE_ROWS,
+                num_warps=1,
+            )
+    return kl, saved
+
+
+def kl_backward(
+    p: torch.Tensor,
+    q: torch.Tensor,
+    kl: torch.Tensor,
+    saved: torch.Tensor,
+    upstream: torch.Tensor,
+    options: PairOptions,
+    grad_p: torch.Tensor | None,
+    grad_q: torch.Tensor | None,
+) -> None:
+    """As ``divergence_plain.kl_backward``, both gradients from one read of each input."""
+    a, b, strides = pair_arguments(p, q)
+    if a.rows == 0 or a.cols == 0 or (grad_p is None and grad_q is None):
+        return
+    config = BACKWARD[element_bytes(p, q)]
+    groups = triton.cdiv(a.cols, config["BLOCK"])
+    with on_device_of(p):
+        kl_backward_kernel[(a.rows * groups,)](
+            a.tensor,
+            b.tensor,
+            pointer_or(grad_p, saved),
+            pointer_or(grad_q, saved),
+            pointer_or(options.inverse_rows, saved),
+            kl,
+            saved,
+            upstream,
+            a.rows,
+            a.cols,
+            options.valid,
+            groups,
+            *strides,
+            options.inverse,
+            options.softcap,
+            PER_ROW=options.inverse_rows is not None,
+            SOFTCAP=options.softcap != 0.0,
+            NEED_P=grad_p is not None,
+            NEED_Q=grad_q is not None,
+            **config,
+        )
