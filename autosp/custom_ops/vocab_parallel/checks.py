@@ -91,7 +91,9 @@ def check_index(logits: torch.Tensor, index: Any, name: str, trailing: bool = Tr
     top_k = trailing and index.dim() == logits.dim() and tuple(index.shape[:-1]) == rows
     if not plain and not top_k:
         also = f" or {(*rows, 'K')}" if trailing else ""
-        raise InputError(f"{name} must have shape {rows}{also} for logits {tuple(logits.shape)}, got {tuple(index.shape)}.")
+        raise InputError(
+            f"{name} must have shape {rows}{also} for logits {tuple(logits.shape)}, got {tuple(index.shape)}."
+        )
     columns = 1 if plain else index.shape[-1]
     return index.reshape(count_rows(logits), columns).to(torch.int64).contiguous()
 
@@ -174,7 +176,9 @@ def check_inplace(logits: torch.Tensor) -> None:
     if logits.requires_grad and logits.is_leaf:
         raise InputError("inplace_backward=True would overwrite a leaf tensor; leave it False or pass computed logits.")
     if not logits.is_contiguous():
-        raise InputError(f"inplace_backward=True needs contiguous logits, got strides {logits.stride()}; leave it False.")
+        raise InputError(
+            f"inplace_backward=True needs contiguous logits, got strides {logits.stride()}; leave it False."
+        )
 
 
 def check_group(group: Any, argument: str = "tp_group") -> str:

@@ -147,7 +147,9 @@ def mixture_logs(difference: torch.Tensor, log_p: torch.Tensor, log_q: torch.Ten
     )
 
 
-def local_jsd_sums(p: torch.Tensor, q: torch.Tensor, saved: torch.Tensor, beta: float, options: PairOptions) -> torch.Tensor:
+def local_jsd_sums(
+    p: torch.Tensor, q: torch.Tensor, saved: torch.Tensor, beta: float, options: PairOptions
+) -> torch.Tensor:
     """``[2, N]``: this shard's ``sum P log(P/M)`` and ``sum Q log(Q/M)`` with global probabilities."""
     sums = torch.zeros(2, saved.shape[1], dtype=saved.dtype, device=saved.device)
     if options.valid == 0:
@@ -185,5 +187,3 @@ def jsd_backward(
         if grad_q is not None:
             value = beta * weighted(prob_q, ratio_q - sums[1, rows, None])
             _store(grad_q, rows, options.valid, upstream[rows], g * value * slope_q)
-
-

@@ -55,9 +55,7 @@ def vocab_parallel_kl_div(
     bounds = check_bounds(student, group, vocab_start_index, vocab_end_index)
     scaling = check_scaling(student, temperature, softcap)
     p, q = (student, teacher) if reverse else (teacher, student)
-    kl, _ = vocab_kl(
-        p, q, scaling.inverse_rows, scaling.inverse, scaling.softcap, bounds.start, bounds.end, group
-    )
+    kl, _ = vocab_kl(p, q, scaling.inverse_rows, scaling.inverse, scaling.softcap, bounds.start, bounds.end, group)
     return kl.view(student.shape[:-1])
 
 

@@ -216,9 +216,7 @@ def vocab_parallel_logprobs(
     if strict:
         check_targets_strictly(ids, ignore_index, _vocabulary_size(logits, bounds, name), "index")
     skip = ids.shape[1] == 1
-    stats = run_row_stats(
-        logits, ids, name, bounds, scaling, ignore_index, skip_ignored=skip, inplace=inplace_backward
-    )
+    stats = run_row_stats(logits, ids, name, bounds, scaling, ignore_index, skip_ignored=skip, inplace=inplace_backward)
     return stats.logp.view(index.shape)
 
 
@@ -293,9 +291,7 @@ def vocab_parallel_token_stats(
         check_inplace(logits)
     if strict:
         check_targets_strictly(ids, ignore_index, _vocabulary_size(logits, bounds, name), "index")
-    stats = run_row_stats(
-        logits, ids, name, bounds, scaling, ignore_index, entropy=True, inplace=inplace_backward
-    )
+    stats = run_row_stats(logits, ids, name, bounds, scaling, ignore_index, entropy=True, inplace=inplace_backward)
     rows = logits.shape[:-1]
     return TokenStats(
         stats.logp.view(index.shape), stats.entropy.view(rows), stats.lse.view(rows), stats.is_argmax.view(index.shape)

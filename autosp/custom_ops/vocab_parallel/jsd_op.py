@@ -27,7 +27,9 @@ from .rows import accumulator_dtype, count_rows
 
 
 @torch.library.custom_op(
-    "autosp::vocab_jsd", mutates_args=(), schema=f"(Tensor p, Tensor q, float beta, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+    "autosp::vocab_jsd",
+    mutates_args=(),
+    schema=f"(Tensor p, Tensor q, float beta, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 def vocab_jsd(p, q, beta, inverse_rows, inverse, softcap, start, end, group):
     """Returns ``(JSD [N], sums [2, N] = KL(P || M), KL(Q || M), saved [4, N])``; beta strictly between 0 and 1."""

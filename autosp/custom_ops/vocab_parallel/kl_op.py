@@ -31,7 +31,9 @@ def pair_options(p, inverse_rows, inverse, softcap, start, end, group) -> PairOp
     return PairOptions(inverse_rows, inverse, softcap, valid)
 
 
-@torch.library.custom_op("autosp::vocab_kl", mutates_args=(), schema=f"(Tensor p, Tensor q, {_OPTIONS}) -> (Tensor, Tensor)")
+@torch.library.custom_op(
+    "autosp::vocab_kl", mutates_args=(), schema=f"(Tensor p, Tensor q, {_OPTIONS}) -> (Tensor, Tensor)"
+)
 def vocab_kl(p, q, inverse_rows, inverse, softcap, start, end, group):
     """Returns ``(KL(P || Q) [N], saved [4, N])``; ``p`` and ``q`` are ``[..., V_local]`` logits."""
     options = pair_options(p, inverse_rows, inverse, softcap, start, end, group)
@@ -51,7 +53,8 @@ def _(p, q, *rest):
 def empty_gradients(p: torch.Tensor, q: torch.Tensor, need_p: bool, need_q: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialised contiguous gradients; of size 0 where none is wanted."""
     grads = [
-        torch.empty(t.shape if needed else (0,), dtype=t.dtype, device=t.device) for t, needed in ((p, need_p), (q, need_q))
+        torch.empty(t.shape if needed else (0,), dtype=t.dtype, device=t.device)
+        for t, needed in ((p, need_p), (q, need_q))
     ]
     return grads[0], grads[1]
 

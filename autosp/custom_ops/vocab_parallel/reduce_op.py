@@ -11,9 +11,7 @@ import torch
 from .groups import gather_packed, sum_in_rank_order
 
 
-@torch.library.custom_op(
-    "autosp::vocab_sum_over_group", mutates_args=(), schema="(Tensor value, str group) -> Tensor"
-)
+@torch.library.custom_op("autosp::vocab_sum_over_group", mutates_args=(), schema="(Tensor value, str group) -> Tensor")
 def vocab_sum_over_group(value, group):
     """Sum a scalar over the named group, in rank order and with the same bits on every rank."""
     return sum_in_rank_order(gather_packed(value.reshape(1), group)).reshape(())

@@ -31,14 +31,23 @@ import torch
 from ...errors import UnsupportedGraphError
 from ..dispatch import triton_usable
 from .groups import gather_packed, shard_bounds
-from .row_stats_plain import RowGradients, RowOptions, RowResults, combine_row_stats, local_row_stats, row_stats_backward
+from .row_stats_plain import (
+    RowGradients,
+    RowOptions,
+    RowResults,
+    combine_row_stats,
+    local_row_stats,
+    row_stats_backward,
+)
 from .rows import accumulator_dtype, count_rows
 
 _OPTIONS = (
     "Tensor? inverse_rows, float inverse, float softcap, int start, int end, int total, str group, int ignore_index,"
     " bool entropy, bool mean, bool exclude, bool skip_ignored"
 )
-_BACKWARD = "Tensor index, Tensor saved, Tensor entropy_value, Tensor? g_logp, Tensor? g_lse, Tensor? g_entropy, Tensor? g_mean"
+_BACKWARD = (
+    "Tensor index, Tensor saved, Tensor entropy_value, Tensor? g_logp, Tensor? g_lse, Tensor? g_entropy, Tensor? g_mean"
+)
 
 
 @torch.library.custom_op(
@@ -96,7 +105,23 @@ def _as_tuple(results: RowResults):
 
 
 @vocab_row_stats.register_fake
-def _(logits, index, inverse_rows, inverse, softcap, start, end, total, group, ignore, entropy, mean, exclude, skip, inplace):
+def _(
+    logits,
+    index,
+    inverse_rows,
+    inverse,
+    softcap,
+    start,
+    end,
+    total,
+    group,
+    ignore,
+    entropy,
+    mean,
+    exclude,
+    skip,
+    inplace,
+):
     rows, dtype = count_rows(logits), accumulator_dtype(logits)
     per_row = [logits.new_empty(rows if wanted else 0, dtype=dtype) for wanted in (True, entropy, mean)]
     logp = logits.new_empty(index.shape, dtype=dtype)

@@ -11,9 +11,9 @@ from ..rows import row_view
 from .common import (
     LN2,
     LOG2E,
+    LOWEST,
     cap_slope,
     capped,
-    finite_or_zero,
     on_device_of,
     pointer_or,
     row_inverse,
@@ -22,8 +22,11 @@ from .common import (
 )
 
 # By bytes of an element of the wider input, from the sweeps in docs/benchmarks_losses.md.
-FORWARD = {2: dict(DEPTH=4, LANES=1024, num_warps=8), 4: dict(DEPTH=4, LANES=1024, num_warps=8)}
-BACKWARD = {2: dict(BLOCK=4096, num_warps=8), 4: dict(BLOCK=2048, num_warps=8)}
+FORWARD = {
+    2: dict(DEPTH=4, LANES=1024, STAGES=1, EVICT="", num_warps=8),
+    4: dict(DEPTH=4, LANES=1024, STAGES=1, EVICT="", num_warps=8),
+}
+BACKWARD = {2: dict(BLOCK=4096, EVICT="", num_warps=8), 4: dict(BLOCK=2048, EVICT="", num_warps=8)}
 _COMBINE_ROWS = 32
 
 
@@ -31,17 +34,16 @@ _COMBINE_ROWS = 32
 def _update(u_p, u_q, m_p, s_p, m_q, s_q, acc, scale):
     n_p = tl.maximum(m_p, tl.max(u_p, axis=0))
     n_q = tl.maximum(m_q, tl.max(u_q, axis=0))
-    centre_p = finite_or_zero(n_p)
-    centre_q = finite_or_zero(n_q)
-    d_p = u_p - centre_p[None, :]
-    d_q = u_q - centre_q[None, :]
+    d_p = u_p - n_p[None, :]
+    d_q = u_q - n_q[None, :]
     e_p = tl.exp2(d_p * scale)
-    shift_p = m_p - centre_p
+    shift_p = m_p - n_p
+    shift_q = m_q - n_q
     keep = tl.exp2(shift_p * scale)
-    moved = weighted(s_p, shift_p - (finite_or_zero(m_q) - centre_q))
-    acc = weighted(keep, acc + moved) + tl.sum(weighted(e_p, d_p - d_q), axis=0)
+    term = e_p * tl.where(e_p == 0.0, 0.0, d_p - d_q)
+    acc = weighted(keep, acc + weighted(s_p, shift_p - shift_q)) + tl.sum(term, axis=0)
     s_p = s_p * keep + tl.sum(e_p, axis=0)
-    s_q = s_q * tl.exp2((m_q - centre_q) * scale) + tl.sum(tl.exp2(d_q * scale), axis=0)
+    s_q = s_q * tl.exp2(shift_q * scale) + tl.sum(tl.exp2(d_q * scale), axis=0)
     return n_p, s_p, n_q, s_q, acc
 
 
@@ -64,6 +66,8 @@ def kl_forward_kernel(
     SOFTCAP: tl.constexpr,
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     p_row = p_ptr + row_offset(row, p_inner, p_outer_stride, p_inner_stride)
@@ -71,15 +75,15 @@ def kl_forward_kernel(
     scale = row_inverse(inverse_ptr, inverse, row, PER_ROW) * LOG2E
     TILE: tl.constexpr = DEPTH * LANES
     tile = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    m_p = tl.full([LANES], float("-inf"), tl.float32)
-    m_q = tl.full([LANES], float("-inf"), tl.float32)
+    m_p = tl.full([LANES], LOWEST, tl.float32)
+    m_q = tl.full([LANES], LOWEST, tl.float32)
     s_p = tl.zeros([LANES], tl.float32)
     s_q = tl.zeros([LANES], tl.float32)
     acc = tl.zeros([LANES], tl.float32)
     whole = n_cols // TILE * TILE
-    for begin in range(0, whole, TILE):
-        u_p = capped(tl.load(p_row + begin + tile).to(tl.float32), softcap, SOFTCAP)
-        u_q = capped(tl.load(q_row + begin + tile).to(tl.float32), softcap, SOFTCAP)
+    for begin in tl.range(0, whole, TILE, num_stages=STAGES):
+        u_p = capped(tl.load(p_row + begin + tile, eviction_policy=EVICT).to(tl.float32), softcap, SOFTCAP)
+        u_q = capped(tl.load(q_row + begin + tile, eviction_policy=EVICT).to(tl.float32), softcap, SOFTCAP)
         m_p, s_p, m_q, s_q, acc = _update(u_p, u_q, m_p, s_p, m_q, s_q, acc, scale)
     if whole < n_cols:
         live = whole + tile < n_cols
@@ -91,14 +95,15 @@ def kl_forward_kernel(
 
     top_p = tl.max(m_p, axis=0)
     top_q = tl.max(m_q, axis=0)
-    shift_p = m_p - finite_or_zero(top_p)
+    shift_p = m_p - top_p
+    shift_q = m_q - top_q
     keep = tl.exp2(shift_p * scale)
-    moved = weighted(s_p, shift_p - (finite_or_zero(m_q) - finite_or_zero(top_q)))
+    moved = weighted(s_p, shift_p - shift_q)
     out = packed_ptr + row * 5
     tl.store(out, top_p)
     tl.store(out + 1, tl.sum(s_p * keep, axis=0))
     tl.store(out + 2, top_q)
-    tl.store(out + 3, tl.sum(s_q * tl.exp2((m_q - finite_or_zero(top_q)) * scale), axis=0))
+    tl.store(out + 3, tl.sum(s_q * tl.exp2(shift_q * scale), axis=0))
     tl.store(out + 4, tl.sum(weighted(keep, acc + moved), axis=0))
 
 
@@ -121,8 +126,8 @@ def kl_combine_kernel(
     else:
         k = tl.full([ROWS], 1.0, tl.float32) * inverse
     scale = k * LOG2E
-    m_p = tl.full([ROWS], float("-inf"), tl.float32)
-    m_q = tl.full([ROWS], float("-inf"), tl.float32)
+    m_p = tl.full([ROWS], LOWEST, tl.float32)
+    m_q = tl.full([ROWS], LOWEST, tl.float32)
     length = n_rows.to(tl.int64) * 5
     for rank in range(n_ranks):
         fields = gathered_ptr + rank * length + row * 5
@@ -133,14 +138,14 @@ def kl_combine_kernel(
     acc = tl.zeros([ROWS], tl.float32)
     for rank in range(n_ranks):
         fields = gathered_ptr + rank * length + row * 5
-        shift_p = tl.load(fields, mask=live, other=0.0) - finite_or_zero(m_p)
-        of_q = tl.load(fields + 2, mask=live, other=0.0)
+        shift_p = tl.load(fields, mask=live, other=0.0) - m_p
+        shift_q = tl.load(fields + 2, mask=live, other=0.0) - m_q
         of_s = tl.load(fields + 1, mask=live, other=1.0)
         keep = tl.exp2(shift_p * scale)
-        moved = weighted(of_s, shift_p - (finite_or_zero(of_q) - finite_or_zero(m_q)))
+        moved = weighted(of_s, shift_p - shift_q)
         acc += weighted(keep, tl.load(fields + 4, mask=live, other=0.0) + moved)
         s_p += keep * of_s
-        s_q += tl.exp2((of_q - finite_or_zero(m_q)) * scale) * tl.load(fields + 3, mask=live, other=1.0)
+        s_q += tl.exp2(shift_q * scale) * tl.load(fields + 3, mask=live, other=1.0)
     log_p = tl.log2(s_p) * LN2
     log_q = tl.log2(s_q) * LN2
     tl.store(kl_ptr + row, acc / s_p * k - (log_p - log_q), mask=live)
@@ -177,6 +182,7 @@ def kl_backward_kernel(
     NEED_P: tl.constexpr,
     NEED_Q: tl.constexpr,
     BLOCK: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     # Last rows first: the forward read them last, so they are what the cache may still hold.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -186,8 +192,18 @@ def kl_backward_kernel(
     g = tl.load(g_ptr + row)
     # A row without an upstream gradient is not read.
     live = columns < tl.where(g == 0.0, 0, n_valid)
-    x_p = tl.load(p_ptr + row_offset(row, p_inner, p_outer_stride, p_inner_stride) + columns, mask=live, other=0.0)
-    x_q = tl.load(q_ptr + row_offset(row, q_inner, q_outer_stride, q_inner_stride) + columns, mask=live, other=0.0)
+    x_p = tl.load(
+        p_ptr + row_offset(row, p_inner, p_outer_stride, p_inner_stride) + columns,
+        mask=live,
+        other=0.0,
+        eviction_policy=EVICT,
+    )
+    x_q = tl.load(
+        q_ptr + row_offset(row, q_inner, q_outer_stride, q_inner_stride) + columns,
+        mask=live,
+        other=0.0,
+        eviction_policy=EVICT,
+    )
     x_p = x_p.to(tl.float32)
     x_q = x_q.to(tl.float32)
     log_s_p = tl.load(saved_ptr + n_rows + row)
@@ -200,13 +216,13 @@ def kl_backward_kernel(
         if SOFTCAP:
             value = value * cap_slope(x_p, softcap)
         value = tl.where(live, value, 0.0).to(grad_p_ptr.dtype.element_ty)
-        tl.store(grad_p_ptr + row * n_cols + columns, value, mask=columns < n_cols)
+        tl.store(grad_p_ptr + row * n_cols + columns, value, mask=columns < n_cols, eviction_policy=EVICT)
     if NEED_Q:
         value = (tl.exp2((d_q * k - log_s_q) * LOG2E) - p) * (g * k)
         if SOFTCAP:
             value = value * cap_slope(x_q, softcap)
         value = tl.where(live, value, 0.0).to(grad_q_ptr.dtype.element_ty)
-        tl.store(grad_q_ptr + row * n_cols + columns, value, mask=columns < n_cols)
+        tl.store(grad_q_ptr + row * n_cols + columns, value, mask=columns < n_cols, eviction_policy=EVICT)
 
 
 def pair_arguments(p: torch.Tensor, q: torch.Tensor):

@@ -14,8 +14,11 @@ from .row_stats_forward import row_stats_forward_kernel
 
 # Block sizes by bytes of an element, from the sweeps in docs/benchmarks_losses.md. The forward reads tiles of DEPTH x LANES
 # columns, the backward writes STEPS blocks of BLOCK columns a program.
-FORWARD = {2: dict(DEPTH=4, LANES=2048, num_warps=8), 4: dict(DEPTH=4, LANES=1024, num_warps=8)}
-BACKWARD = {2: dict(BLOCK=4096, STEPS=1, num_warps=8), 4: dict(BLOCK=2048, STEPS=1, num_warps=8)}
+FORWARD = {
+    2: dict(DEPTH=4, LANES=2048, STAGES=1, EVICT="", num_warps=8),
+    4: dict(DEPTH=4, LANES=1024, STAGES=1, EVICT="", num_warps=8),
+}
+BACKWARD = {2: dict(BLOCK=4096, STEPS=1, EVICT="", num_warps=8), 4: dict(BLOCK=2048, STEPS=1, EVICT="", num_warps=8)}
 _COMBINE_ROWS = 32
 
 

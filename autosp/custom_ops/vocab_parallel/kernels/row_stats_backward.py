@@ -5,20 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOG2E, cap_slope, capped, finite_or_zero, row_inverse, row_offset, weighted
+from .common import LOG2E, cap_slope, capped, row_inverse, row_offset, weighted
+
+
+@triton.jit
+def _id_gradient(token, g, total, ignore_index):
+    """An id's upstream gradient: 0 for an ignored one, NaN for one that nobody holds."""
+    g = tl.where(((token < 0) | (token >= total)) & (g != 0.0), float("nan"), g)
+    return tl.where(token == ignore_index, 0.0, g)
 
 
 @triton.jit
 def _sum_of_ids(index_ptr, g_ptr, row, n_ids, total, ignore_index):
-    """Sum of the upstream gradients of a row's ids, and whether any of them is not zero; NaN for an id nobody holds."""
+    """Sum of the upstream gradients of a row's ids, and whether any of them is not zero."""
     summed = 0.0
     some = False
     for k in range(n_ids):
-        token = tl.load(index_ptr + row * n_ids + k)
-        g = tl.load(g_ptr + row * n_ids + k)
-        outside = (token < 0) | (token >= total)
-        g = tl.where(outside & (g != 0.0), float("nan"), g)
-        g = tl.where(token == ignore_index, 0.0, g)
+        g = _id_gradient(tl.load(index_ptr + row * n_ids + k), tl.load(g_ptr + row * n_ids + k), total, ignore_index)
         summed += g
         some = some | (g != 0.0)
     return summed, some
@@ -59,6 +62,7 @@ def row_stats_backward_kernel(
     G_MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     # Last rows first: the forward read them last, so they are what the cache may still hold.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -89,14 +93,19 @@ def row_stats_backward_kernel(
         c = tl.where(ignored, 0.0, c)
     d = 0.0
     if G_LOGP:
-        d, some = _sum_of_ids(index_ptr, g_logp_ptr, row, n_ids, total, ignore_index)
+        if ONE_ID:
+            token = tl.load(index_ptr + row)
+            d = _id_gradient(token, tl.load(g_logp_ptr + row), total, ignore_index)
+            some = d != 0.0
+        else:
+            d, some = _sum_of_ids(index_ptr, g_logp_ptr, row, n_ids, total, ignore_index)
         if EXCLUDE:
             a = tl.where(d != d, d, a)
         else:
             a -= d
     some = some | (a != 0.0) | (b != 0.0) | (c != 0.0)
     if EXCLUDE:
-        m = finite_or_zero(m)
+        # An empty tail has no probability anywhere.
         log_s = tl.where(log_s == float("-inf"), float("inf"), log_s)
     # A row without any upstream gradient is not read.
     limit = tl.where(some, n_valid, 0)
@@ -106,7 +115,7 @@ def row_stats_backward_kernel(
         begin = (group * STEPS + step) * BLOCK
         columns = begin + tl.arange(0, BLOCK)
         live = columns < limit
-        x = tl.load(x_row + columns, mask=live, other=0.0).to(tl.float32)
+        x = tl.load(x_row + columns, mask=live, other=0.0, eviction_policy=EVICT).to(tl.float32)
         z = (capped(x, softcap, SOFTCAP) - m) * k - log_s
         p = tl.exp2(z * LOG2E)
         if G_ENTROPY:
@@ -114,8 +123,9 @@ def row_stats_backward_kernel(
         else:
             g = p * a + c
         if ONE_ID and G_LOGP:
-            token = tl.load(index_ptr + row)
-            local = tl.where(token == ignore_index, -1, token - start)
+            local = token - start
+            held = (local >= 0) & (local < n_valid) & (token != ignore_index)
+            local = tl.where(held, local, -1).to(tl.int32)
             if EXCLUDE:
                 g = tl.where(columns == local, 0.0, g)
             g = tl.where(columns == local, g + d, g)
@@ -127,7 +137,7 @@ def row_stats_backward_kernel(
         if SOFTCAP:
             g = g * cap_slope(x, softcap)
         g = tl.where(live, g, 0.0)
-        tl.store(out_row + columns, g.to(out_ptr.dtype.element_ty), mask=columns < n_cols)
+        tl.store(out_row + columns, g.to(out_ptr.dtype.element_ty), mask=columns < n_cols, eviction_policy=EVICT)
 
 
 @triton.jit

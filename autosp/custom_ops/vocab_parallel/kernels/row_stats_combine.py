@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LN2, LOG2E, finite_or_zero, row_inverse, weighted
+from .common import LN2, LOG2E, LOWEST, weighted
 
 
 @triton.jit(do_not_specialize=["length", "n_ranks", "n_rows", "n_ids", "stated_total", "ignore_index"])
@@ -44,7 +44,7 @@ def row_stats_combine_kernel(
     fields = row * (n_ids + 4)
     header = n_rows.to(tl.int64) * (n_ids + 4)
 
-    m = tl.full([ROWS], float("-inf"), tl.float32)
+    m = tl.full([ROWS], LOWEST, tl.float32)
     total = 0.0
     poison = 0.0
     for rank in range(n_ranks):
@@ -57,7 +57,6 @@ def row_stats_combine_kernel(
         poison = float("nan")
     if not CHECK:
         poison = 0.0
-    centre = finite_or_zero(m)
     s = tl.zeros([ROWS], tl.float32)
     w = tl.zeros([ROWS], tl.float32)
     c = tl.zeros([ROWS], tl.float32)
@@ -65,14 +64,14 @@ def row_stats_combine_kernel(
         shard = gathered_ptr + rank * length + fields
         m_of = tl.load(shard, mask=live, other=0.0)
         s_of = tl.load(shard + 1, mask=live, other=1.0)
-        shift = m_of - centre
+        shift = m_of - m
         keep = tl.exp2(shift * scale)
         s += keep * s_of
         if ENTROPY:
-            w += weighted(keep, tl.load(shard + 2, mask=live, other=0.0) + weighted(s_of, shift))
+            w += weighted(keep, tl.load(shard + 2, mask=live, other=0.0) + s_of * shift)
         if MEAN:
             n = tl.load(gathered_ptr + rank * length + header)
-            c += tl.load(shard + 3, mask=live, other=0.0) + weighted(n, finite_or_zero(m_of) - centre)
+            c += tl.load(shard + 3, mask=live, other=0.0) + weighted(n, shift)
     log_s = tl.log2(s) * LN2
 
     ignored_row = row < 0

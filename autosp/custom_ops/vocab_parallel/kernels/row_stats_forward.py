@@ -9,22 +9,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOG2E, LOWEST, capped, finite_or_zero, row_inverse, row_offset, weighted
+from .common import LOG2E, LOWEST, capped, row_inverse, row_offset, weighted
 
 
 @triton.jit
 def _update(u, live, m, s, w, c, n, scale, ENTROPY: tl.constexpr, MEAN: tl.constexpr):
     m_new = tl.maximum(m, tl.max(u, axis=0))
-    centre = finite_or_zero(m_new)
-    d = u - centre[None, :]
+    d = u - m_new[None, :]
     e = tl.exp2(d * scale)
-    shift = m - centre
+    shift = m - m_new
     keep = tl.exp2(shift * scale)
     if ENTROPY:
         # A weight of zero belongs to a difference of -inf or close to it: bounding it makes their product 0, not NaN.
-        w = weighted(keep, w + weighted(s, shift)) + tl.sum(e * tl.maximum(d, LOWEST), axis=0)
+        w = weighted(keep, w + s * shift) + tl.sum(e * tl.maximum(d, LOWEST), axis=0)
     if MEAN:
-        c = c + weighted(n, finite_or_zero(m) - centre) + tl.sum(tl.where(live, d, 0.0), axis=0)
+        c = c + weighted(n, shift) + tl.sum(tl.where(live, d, 0.0), axis=0)
         n = n + tl.sum(live.to(tl.float32), axis=0)
     s = s * keep + tl.sum(e, axis=0)
     return m_new, s, w, c, n
@@ -65,6 +64,8 @@ def row_stats_forward_kernel(
     IDS: tl.constexpr,
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     out_ptr = packed_ptr + row * (n_ids + 4)
@@ -79,14 +80,14 @@ def row_stats_forward_kernel(
     scale = row_inverse(inverse_ptr, inverse, row, PER_ROW) * LOG2E
     TILE: tl.constexpr = DEPTH * LANES
     tile = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    m = tl.full([LANES], float("-inf"), tl.float32)
+    m = tl.full([LANES], LOWEST, tl.float32)
     s = tl.zeros([LANES], tl.float32)
     w = tl.zeros([LANES], tl.float32)
     c = tl.zeros([LANES], tl.float32)
     n = tl.zeros([LANES], tl.float32)
     whole = end // TILE * TILE
-    for begin in range(0, whole, TILE):
-        u = capped(tl.load(base + begin + tile).to(tl.float32), softcap, SOFTCAP)
+    for begin in tl.range(0, whole, TILE, num_stages=STAGES):
+        u = capped(tl.load(base + begin + tile, eviction_policy=EVICT).to(tl.float32), softcap, SOFTCAP)
         if EXCLUDE:
             u = _leave_out(u, begin + tile, index_ptr, row, n_ids, start, begin, ignore_index, TILE)
         m, s, w, c, n = _update(u, tile >= 0, m, s, w, c, n, scale, ENTROPY, MEAN)
@@ -99,14 +100,14 @@ def row_stats_forward_kernel(
         m, s, w, c, n = _update(u, live, m, s, w, c, n, scale, ENTROPY, MEAN)
 
     top = tl.max(m, axis=0)
-    shift = m - finite_or_zero(top)
+    shift = m - top
     keep = tl.exp2(shift * scale)
     tl.store(out_ptr, top)
     tl.store(out_ptr + 1, tl.sum(s * keep, axis=0))
     if ENTROPY:
-        tl.store(out_ptr + 2, tl.sum(weighted(keep, w + weighted(s, shift)), axis=0))
+        tl.store(out_ptr + 2, tl.sum(weighted(keep, w + s * shift), axis=0))
     if MEAN:
-        tl.store(out_ptr + 3, tl.sum(c + weighted(n, finite_or_zero(m) - finite_or_zero(top)), axis=0))
+        tl.store(out_ptr + 3, tl.sum(c + weighted(n, shift), axis=0))
     if IDS > 0:
         k = tl.arange(0, IDS)
         local = tl.load(index_ptr + row * n_ids + k, mask=k < n_ids, other=-1) - start
