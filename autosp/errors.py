@@ -1,7 +1,7 @@
 """The errors that autosp raises on purpose.
 
-Bad settings and bad inputs are ``ValueError`` (``ConfigError`` for the JSON); a graph that cannot be partitioned exactly is
-an ``UnsupportedGraphError``; ranks of a group that disagree raise ``RankMismatchError`` on every rank of that group.
+Bad settings and bad inputs are ``ValueError`` (``ConfigError`` for the JSON); a graph that cannot be partitioned
+exactly is an ``UnsupportedGraphError``; ranks of a group that disagree raise ``RankMismatchError`` on each of them.
 """
 
 from __future__ import annotations

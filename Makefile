@@ -1,0 +1,40 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: demo test test-slow lint setup clean
+
+demo: setup
+	$(BIN)/autosp train
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test,real-model]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy autosp
+
+setup: $(VENV)/.installed
+
+$(VENV)/.created:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt is for Python 3.11 and newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch alone first: whichever build the machine offers (CPU or CUDA) is then kept by what follows.
+$(VENV)/.torch: $(VENV)/.created constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
