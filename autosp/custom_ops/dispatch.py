@@ -1,7 +1,7 @@
 """Which implementation runs a tensor: the Triton kernels, or the plain-PyTorch path.
 
-The choice is made by capability and never by a device's name: Triton imports, its active driver serves the device that the
-tensors are on, and that device's architecture has what the kernels use. ``AUTOSP_TRITON=0`` forces the plain path;
+The choice is made by capability and never by a device's name: Triton imports, its active driver serves the device that
+the tensors are on, and that device's architecture has what the kernels use. ``AUTOSP_TRITON=0`` forces the plain path;
 ``TRITON_INTERPRET=1``, set before triton is imported, runs the kernels on CPU tensors in Triton's interpreter.
 """
 
@@ -22,7 +22,8 @@ def triton_usable(*tensors: torch.Tensor) -> bool:
     """Whether the Triton kernels can take all of ``tensors``.
 
     Args:
-        tensors: the operands. Kernels take float32, bfloat16 and float16 values (integers and booleans are not looked at).
+        tensors: the operands. Kernels take float32, bfloat16 and float16 values (integers and booleans are not looked
+        at).
 
     Returns:
         True when every tensor lives on one device that the kernels serve, in a dtype that they load.

@@ -104,7 +104,8 @@ def check_scaling(logits: torch.Tensor, temperature: Any, softcap: Any) -> Scali
     A per-row temperature that is not positive makes that row NaN: looking at its values would stop the host.
 
     Raises:
-        InputError: a number that is not positive and finite, a tensor of another shape, or one that requires a gradient.
+        InputError: a number that is not positive and finite, a tensor of another shape, or one that requires a
+        gradient.
     """
     cap = 0.0 if softcap is None else _positive(softcap, "softcap")
     if not isinstance(temperature, torch.Tensor):
@@ -125,7 +126,8 @@ def check_bounds(logits: torch.Tensor, group: str, start: Any, end: Any, total: 
     """Bounds of this rank's shard.
 
     Raises:
-        InputError: an end without a start, a negative or reversed range, more ids than columns, bounds that cannot be the
+        InputError: an end without a start, a negative or reversed range, more ids than columns, bounds that cannot be
+        the
             whole vocabulary where there is no group, or a vocabulary of 2**24 ids or more.
     """
     columns = logits.shape[-1]
@@ -147,7 +149,7 @@ def check_bounds(logits: torch.Tensor, group: str, start: Any, end: Any, total: 
         raise InputError(f"the shard [{start}, {last}) does not fit the {columns} columns of the logits.")
     if not group and start != 0:
         raise InputError(
-            f"vocab_start_index={start} without tp_group: a part of a vocabulary cannot be normalised alone. Pass the group"
+            f"vocab_start_index={start} without tp_group: a part of a vocabulary has no normalisation. Pass the group"
             " that holds the other parts (None never means the world)."
         )
     return Bounds(start, last, -1 if total is None else total)

@@ -129,8 +129,8 @@ def _zero(*outs: torch.Tensor | None) -> None:
 def mixture_logs(difference: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor, beta: float):
     """``(P, Q, log(P/M), log(Q/M))`` for ``M = (1 - beta) P + beta Q`` from ``difference = log P - log Q``.
 
-    The larger of the two is factored out of M, so that equal probabilities give exactly 0 and neither overflows; where P
-    (or Q) is zero its logarithm is not used.
+    The larger of the two is factored out of M, so that equal probabilities give exactly 0 and neither overflows; where
+    P (or Q) is zero its logarithm is not used.
     """
     gap = torch.where(difference.isnan() & (log_p == -torch.inf) & (log_q == -torch.inf), 0.0, difference.abs())
     ratio = torch.exp(-gap)

@@ -1,7 +1,8 @@
 """KL, Jensen-Shannon and top-k KL divergences between a student and a teacher whose logits are sharded, or whole.
 
-Results are float32 (float64 for float64 logits), per row and in nats, the same on every rank of ``tp_group``; gradients are
-contiguous, in the dtype of their logits, and flow to every input that requires one. Detach the teacher to spare its gradient.
+Results are float32 (float64 for float64 logits), per row and in nats, the same on every rank of ``tp_group``;
+gradients are contiguous, in the dtype of their logits, and flow to every input that requires one. Detach the teacher
+to spare its gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def vocab_parallel_kl_div(
         student: ``[..., V_local]`` logits; float32, bfloat16, float16 or float64.
         teacher: logits of the same shape; the dtype may differ.
         reverse: which of the two.
-        tp_group: group over which the vocabulary is sharded: None (whole vocabulary here; never the world), a ProcessGroup
+        tp_group: group over which the vocabulary is sharded: None (whole vocabulary here; never the world), a
+        ProcessGroup
             or its name. Shards may be uneven or empty, but equal for student and teacher.
         vocab_start_index, vocab_end_index: only needed to name padding columns, those from ``end - start`` on.
         temperature: positive number or ``[...]`` tensor; divides both logits (no factor T^2 is applied).
@@ -136,14 +138,15 @@ def vocab_parallel_topk_kl_div(
         student: ``[..., V_local]`` logits.
         teacher_logprobs: ``[..., K]``, natural logarithms of the teacher's probabilities (not logits) at the same
             temperature; the rest of the mass is its tail.
-        teacher_index: int64 or int32 ``[..., K]``, global ids, distinct within a row. Entries equal to ``ignore_index`` are
+        teacher_index: int64 or int32 ``[..., K]``, global ids, distinct within a row. Entries equal to
+        ``ignore_index`` are
             no bucket: for rows with fewer than K ids.
         reverse: False for KL(teacher || student), True for KL(student || teacher).
         others: as in ``vocab_parallel_logprobs``.
 
     Returns:
-        float32 ``[...]``; NaN where an id is repeated or in nobody's shard, or where the teacher's mass exceeds 1 by more
-        than rounding (logits given for log-probabilities).
+        float32 ``[...]``; NaN where an id is repeated or in nobody's shard, or where the teacher's mass exceeds 1 by
+        more than rounding (logits given for log-probabilities).
 
     Raises:
         InputError: a wrong shape, dtype, device, group, bound or option.
@@ -158,8 +161,8 @@ def vocab_parallel_topk_kl_div(
         )
     if teacher_index.dim() != student.dim() or teacher_logprobs.device != student.device:
         raise InputError(
-            f"teacher_index must have shape {(*student.shape[:-1], 'K')} and teacher_logprobs be on {student.device}, got"
-            f" {tuple(teacher_index.shape)} and {teacher_logprobs.device}."
+            f"teacher_index must have shape {(*student.shape[:-1], 'K')} and teacher_logprobs be on {student.device},"
+            f" got {tuple(teacher_index.shape)} and {teacher_logprobs.device}."
         )
     ids = check_index(student, teacher_index, "teacher_index")
     group = check_group(tp_group)

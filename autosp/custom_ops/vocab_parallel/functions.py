@@ -1,7 +1,8 @@
-"""Cross entropy, log-probabilities, entropy and token statistics of logits that are sharded over the vocabulary, or whole.
+"""Cross entropy, log-probabilities, entropy and token statistics of logits that are sharded over the vocabulary, or
+whole.
 
-All of them read the logits once in the forward and once in the backward. Results are float32 (float64 for float64 logits),
-per row, the same on every rank of ``tp_group``; gradients have the logits' dtype and are contiguous.
+All of them read the logits once in the forward and once in the backward. Results are float32 (float64 for float64
+logits), per row, the same on every rank of ``tp_group``; gradients have the logits' dtype and are contiguous.
 """
 
 from __future__ import annotations
@@ -114,11 +115,13 @@ def vocab_parallel_cross_entropy(
     ``torch.nn.functional.cross_entropy``; z-loss as PaLM, Chowdhery et al. 2022, section 5).
 
     Args:
-        logits: ``[..., V_local]``; float32, bfloat16, float16 or float64; any leading strides (``logits[:, :-1]`` is not copied).
-        target: int64 or int32 ``[...]``, global ids.
-        tp_group: group over which the vocabulary is sharded: None (whole vocabulary here; never the world), a ProcessGroup
+        logits: ``[..., V_local]``; float32, bfloat16, float16 or float64; any leading strides (``logits[:, :-1]`` is
+        not copied). target: int64 or int32 ``[...]``, global ids.
+        tp_group: group over which the vocabulary is sharded: None (whole vocabulary here; never the world), a
+        ProcessGroup
             or its name.
-        sp_group: group over which the tokens are sharded; ``mean`` and ``sum`` are then over all its tokens, and each rank's
+        sp_group: group over which the tokens are sharded; ``mean`` and ``sum`` are then over all its tokens, and each
+        rank's
             gradient is that of the whole loss.
         vocab_start_index: first global id of this shard. Default: equal shards in rank order.
         vocab_end_index: one past the last id; columns after it are padding, which is ignored and gets gradient zero.
@@ -129,11 +132,12 @@ def vocab_parallel_cross_entropy(
         temperature: positive number, or a tensor of shape ``[...]``; logits are divided by it after the soft cap.
         softcap: c of ``c tanh(logits / c)``, or None.
         strict: look at the targets on the host (waits for the device) and raise for an id outside the vocabulary.
-        inplace_backward: write the gradient over the logits. Another use of them in the backward is then an autograd error.
+        inplace_backward: write the gradient over the logits. Another use of them in the backward is then an autograd
+        error.
 
     Returns:
-        float32 scalar, or ``[...]`` for "none". Without ``strict``, an id in nobody's shard gives NaN. All targets ignored:
-        NaN for "mean", as in PyTorch.
+        float32 scalar, or ``[...]`` for "none". Without ``strict``, an id in nobody's shard gives NaN. All targets
+        ignored: NaN for "mean", as in PyTorch.
 
     Raises:
         InputError: a wrong shape, dtype, device, group, bound or option.
@@ -196,7 +200,8 @@ def vocab_parallel_logprobs(
         index: int64 or int32 ``[...]`` or ``[..., K]``, global ids; repeated ids are fine.
         tp_group, vocab_start_index, vocab_end_index, temperature, softcap, strict, inplace_backward: as in
             ``vocab_parallel_cross_entropy``.
-        global_vocab_size: size of the vocabulary; without bounds, the shards are then ``torch.chunk``'s, uneven or empty
+        global_vocab_size: size of the vocabulary; without bounds, the shards are then ``torch.chunk``'s, uneven or
+        empty
             ones included, and columns beyond a shard's ids are padding.
         ignore_index: entries with this id give 0.0 and no gradient.
 
@@ -273,7 +278,8 @@ def vocab_parallel_token_stats(
     Args:
         logits: ``[..., V_local]``.
         index: int64 or int32 ``[...]`` or ``[..., K]``.
-        others: as in ``vocab_parallel_logprobs``. An ignored entry has log-probability 0 and is no argmax; its row still has
+        others: as in ``vocab_parallel_logprobs``. An ignored entry has log-probability 0 and is no argmax; its row
+        still has
             an entropy and a log-sum-exp.
 
     Returns:

@@ -74,8 +74,8 @@ def shard_bounds(columns: int, start: int, end: int, total: int, group: str) -> 
         total: size of the whole vocabulary, or -1 when unknown.
         group: name of the vocabulary's group, ``""`` for none.
 
-    Without bounds the shards follow ``torch.chunk`` of ``total``; without ``total`` too they are taken as equal, which the
-    combination of the shards verifies on the device (see ``row_stats``).
+    Without bounds the shards follow ``torch.chunk`` of ``total``; without ``total`` too they are taken as equal, which
+    the combination of the shards verifies on the device (see ``row_stats``).
 
     Raises:
         InputError: the local logits have fewer columns than the shard that ``total`` gives to this rank.
@@ -90,7 +90,7 @@ def shard_bounds(columns: int, start: int, end: int, total: int, group: str) -> 
     valid = min(chunk, total - first)
     if valid > columns:
         raise InputError(
-            f"global_vocab_size={total} over {size} ranks gives rank {rank} the ids {first}..{first + valid - 1}, but its"
-            f" logits have {columns} columns. Pass vocab_start_index and vocab_end_index when shards are not torch.chunk's."
+            f"global_vocab_size={total} over {size} ranks gives rank {rank} the ids {first}..{first + valid - 1}, but"
+            f" its logits have {columns} columns. Pass vocab_start_index and vocab_end_index for other shards."
         )
     return first, valid

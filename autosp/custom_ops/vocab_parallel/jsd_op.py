@@ -1,17 +1,17 @@
 """``autosp::vocab_jsd``: the generalised Jensen-Shannon divergence of two vocabulary-parallel distributions.
 
-With student P, teacher Q and ``M = (1 - beta) P + beta Q`` (the convention of generalised knowledge distillation, Agarwal et
-al. 2024, equation 1)
+With student P, teacher Q and ``M = (1 - beta) P + beta Q`` (the convention of generalised knowledge distillation,
+Agarwal et al. 2024, equation 1)
 
     JSD = beta KL(Q || M) + (1 - beta) KL(P || M)
 
-Gradient. ``dJSD/dP_j = (1 - beta)(log(P_j/M_j) + 1) - (1 - beta)(beta Q_j + (1 - beta) P_j)/M_j = (1 - beta) log(P_j/M_j)``:
-the terms that come through M cancel. With ``dP_i/dz_j = P_i([i=j] - P_j)``
+Gradient. ``dJSD/dP_j = (1 - beta)(log(P_j/M_j) + 1) - (1 - beta)(beta Q_j + (1 - beta) P_j)/M_j = (1 - beta)
+log(P_j/M_j)``: the terms that come through M cancel. With ``dP_i/dz_j = P_i([i=j] - P_j)``
 
     dJSD/dz_p,j = (1 - beta) P_j (log(P_j/M_j) - KL(P || M)),    dJSD/dz_q,j = beta Q_j (log(Q_j/M_j) - KL(Q || M))
 
-M needs both normalisations, so the forward reads the logits twice: statistics (one gather over the group), then the two sums
-(one more). The backward needs no collective.
+M needs both normalisations, so the forward reads the logits twice: statistics (one gather over the group), then the
+two sums (one more). The backward needs no collective.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _(p, q, *rest):
 @torch.library.custom_op(
     "autosp::vocab_jsd_backward",
     mutates_args=(),
-    schema=f"(Tensor p, Tensor q, Tensor sums, Tensor saved, Tensor g, float beta, bool need_p, bool need_q, {_OPTIONS})"
+    schema="(Tensor p, Tensor q, Tensor sums, Tensor saved, Tensor g, float beta, bool need_p, bool need_q,"
+    f" {_OPTIONS})"
     " -> (Tensor, Tensor)",
 )
 def vocab_jsd_backward(p, q, sums, saved, g, beta, need_p, need_q, inverse_rows, inverse, softcap, start, end, group):

@@ -3,13 +3,13 @@
     KL = sum_j P_j (log P_j - log Q_j)
        = k * acc / s_p - (log s_p - log s_q),   acc = sum_j exp(k(u_p - m_p)) ((u_p - m_p) - (u_q - m_q))
 
-with the notation of ``row_stats_plain``; both sides are centred on their own maximum, so equal inputs give exactly 0 and a
-common offset loses nothing. Gradients, from ``dP_i/dz_j = P_i([i=j] - P_j)``:
+with the notation of ``row_stats_plain``; both sides are centred on their own maximum, so equal inputs give exactly 0
+and a common offset loses nothing. Gradients, from ``dP_i/dz_j = P_i([i=j] - P_j)``:
 
     dKL/dz_p,j = P_j ((log P_j - log Q_j) - KL),     dKL/dz_q,j = Q_j - P_j
 
-(the first is the policy-gradient form of the reverse KL, the second that of cross entropy with soft targets). They need the
-row's own statistics only: no collective in the backward. A row whose upstream gradient is zero gets zeros.
+(the first is the policy-gradient form of the reverse KL, the second that of cross entropy with soft targets). They
+need the row's own statistics only: no collective in the backward. A row whose upstream gradient is zero gets zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPTIONS = "Tensor? inverse_rows, float inverse, float softcap, int start, int e
 
 
 def pair_options(p, inverse_rows, inverse, softcap, start, end, group) -> PairOptions:
-    """Options of a pair operator; the columns of a shard without bounds are all valid, whatever the other shards hold."""
+    """Options of a pair operator; the columns of a shard without bounds are all valid."""
     _, valid = shard_bounds(p.shape[-1], start, end, -1, group)
     return PairOptions(inverse_rows, inverse, softcap, valid)
 
@@ -62,7 +62,8 @@ def empty_gradients(p: torch.Tensor, q: torch.Tensor, need_p: bool, need_q: bool
 @torch.library.custom_op(
     "autosp::vocab_kl_backward",
     mutates_args=(),
-    schema=f"(Tensor p, Tensor q, Tensor kl, Tensor saved, Tensor g, bool need_p, bool need_q, {_OPTIONS}) -> (Tensor, Tensor)",
+    schema="(Tensor p, Tensor q, Tensor kl, Tensor saved, Tensor g, bool need_p, bool need_q,"
+    f" {_OPTIONS}) -> (Tensor, Tensor)",
 )
 def vocab_kl_backward(p, q, kl, saved, g, need_p, need_q, inverse_rows, inverse, softcap, start, end, group):
     """Gradients of the two logits, contiguous, in their dtypes; size 0 where not needed."""

@@ -1,7 +1,7 @@
 """``autosp::vocab_sum_over_group``: a sum over the ranks that share the tokens, whose adjoint is the identity.
 
-Every rank computes the same total and backpropagates the gradient of that one total to its own terms, so the adjoint must not
-sum again (an all-reduce whose backward is an all-reduce would scale the gradient by the group's size).
+Every rank computes the same total and backpropagates the gradient of that one total to its own terms, so the adjoint
+must not sum again (an all-reduce whose backward is an all-reduce would scale the gradient by the group's size).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""``autosp::vocab_row_stats``: every one-tensor loss from one read of the logits, and its gradient in one read and write.
+"""``autosp::vocab_row_stats``: every one-tensor loss from one read of the logits, and its gradient in one read and
+write.
 
-Outputs per row, with ``z = k u`` the effective logits (see ``row_stats_plain`` for the notation) and ``p = softmax(z)`` over
-the whole vocabulary:
+Outputs per row, with ``z = k u`` the effective logits (see ``row_stats_plain`` for the notation) and ``p =
+softmax(z)`` over the whole vocabulary:
 
     logp_i    = z_i - L                 for every id i given          L = logsumexp(z)
     lse       = L
@@ -10,18 +11,18 @@ the whole vocabulary:
 
 Gradient. ``dL/dz_j = p_j`` gives each by the chain rule: ``dlogp_i/dz_j = [i=j] - p_j``; ``dlse/dz_j = p_j``;
 ``dmean_logp/dz_j = 1/V - p_j``; and for the entropy ``H = L - sum p z`` with ``dp_i/dz_j = p_i([i=j] - p_j)``:
-``dH/dz_j = p_j - p_j - p_j(z_j - sum p z) = -p_j (log p_j + H)`` (the entropy bonus of policy gradients, e.g. Mnih et al.
-2016, section 4). With upstream gradients ``g`` all of them are one form,
+``dH/dz_j = p_j - p_j - p_j(z_j - sum p z) = -p_j (log p_j + H)`` (the entropy bonus of policy gradients, e.g. Mnih et
+al. 2016, section 4). With upstream gradients ``g`` all of them are one form,
 
     dz_j = p_j (A + B log p_j) + C + sum_i D_i [i = j],   dx_j = dz_j * k * (1 - tanh(x_j / c)^2)
     A = g_lse - sum_i g_logp_i - g_entropy H - g_mean,  B = -g_entropy,  C = g_mean / V,  D_i = g_logp_i
 
-which needs only the row's own ``m`` and ``log s``: no collective in the backward. A row whose upstream gradients are all
-zero gets zeros without being read.
+which needs only the row's own ``m`` and ``log s``: no collective in the backward. A row whose upstream gradients are
+all zero gets zeros without being read.
 
-With ``exclude`` the columns named by the ids are left out of the statistics (the tail of a top-k distribution): ``lse`` is
-then ``T - M`` and ``logp_i`` is ``z_i - M``, with T the log-sum-exp of the tail and M the row's maximum, which is treated as
-a constant: what is made of them must not depend on a common offset.
+With ``exclude`` the columns named by the ids are left out of the statistics (the tail of a top-k distribution):
+``lse`` is then ``T - M`` and ``logp_i`` is ``z_i - M``, with T the log-sum-exp of the tail and M the row's maximum,
+which is treated as a constant: what is made of them must not depend on a common offset.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ _BACKWARD = (
 @torch.library.custom_op(
     "autosp::vocab_row_stats",
     mutates_args=(),
-    schema=f"(Tensor logits, Tensor index, {_OPTIONS}, bool inplace) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor logits, Tensor index, {_OPTIONS}, bool inplace)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def vocab_row_stats(
     logits,
@@ -72,7 +74,8 @@ def vocab_row_stats(
     skip_ignored,
     inplace,
 ):
-    """Returns ``(logp [N, K], lse [N], entropy [N] or [0], mean_logp [N] or [0], is_argmax bool [N, K], saved [2N + 1])``.
+    """Returns ``(logp [N, K], lse [N], entropy [N] or [0], mean_logp [N] or [0], is_argmax bool [N, K], saved [2N +
+    1])``.
 
     Args:
         logits: ``[..., V_local]``, N rows in all.

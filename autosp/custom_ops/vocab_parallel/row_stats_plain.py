@@ -1,10 +1,10 @@
 """Row statistics of vocabulary-parallel logits in plain PyTorch: the reference path, chunked over rows.
 
-Notation of this package. ``x`` are the logits, ``u = softcap(x) = c tanh(x/c)`` (``u = x`` without a cap), ``k`` the inverse
-temperature, ``z = k u`` the effective logits; ``m`` the maximum of ``u``, ``s = sum exp(k(u - m))``, ``w = sum exp(k(u - m))
-(u - m)`` and ``c = sum (u - m)`` over the valid columns of the shard. Everything is centred on ``m`` before it is scaled, so
-that a common offset of the logits loses nothing, and terms whose weight is zero are skipped, so that ``0 * inf`` never
-appears. The Triton kernels in ``kernels/`` compute the same quantities in one pass.
+Notation of this package. ``x`` are the logits, ``u = softcap(x) = c tanh(x/c)`` (``u = x`` without a cap), ``k`` the
+inverse temperature, ``z = k u`` the effective logits; ``m`` the maximum of ``u``, ``s = sum exp(k(u - m))``, ``w = sum
+exp(k(u - m)) (u - m)`` and ``c = sum (u - m)`` over the valid columns of the shard. Everything is centred on ``m``
+before it is scaled, so that a common offset of the logits loses nothing, and terms whose weight is zero are skipped,
+so that ``0 * inf`` never appears. The Triton kernels in ``kernels/`` compute the same quantities in one pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from .groups import sum_in_rank_order
-from .rows import RowView, accumulator_dtype, row_view
+from .rows import accumulator_dtype, row_view
 
 PACKED_FIELDS = 4  # m, s, w, c; then one u per id. The shard's size and first id follow after the last row.
 
@@ -127,8 +127,9 @@ def _chunk_stats(fields: torch.Tensor, u: torch.Tensor, index: torch.Tensor, inv
 def combine_row_stats(gathered: torch.Tensor, index: torch.Tensor, options: RowOptions) -> RowResults:
     """Combine the packed statistics of all shards, ``[ranks, length]``, in rank order.
 
-    Shards that do not cover the vocabulary gaplessly from id 0 (or not up to the stated total) make every result NaN when
-    ids are looked up: that needs no host synchronisation and gives no plausible number. So does an id in nobody's shard.
+    Shards that do not cover the vocabulary gaplessly from id 0 (or not up to the stated total) make every result NaN
+    when ids are looked up: that needs no host synchronisation and gives no plausible number. So does an id in nobody's
+    shard.
     """
     rows, ids = index.shape
     ranks = gathered.shape[0]

@@ -11,6 +11,9 @@ import torch
 # Elements of a row chunk of the plain path: bounds its extra memory to a few times this many accumulator values.
 _CHUNK_ELEMENTS = {"cpu": 1 << 19}
 _CHUNK_ELEMENTS_DEVICE = 1 << 23
+# What Triton knows of an integer argument is whether it is a multiple of 16, and of a pointer whether it is one of 16
+# bytes.
+_VECTOR = _VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,21 @@ def row_view(logits: torch.Tensor) -> RowView:
     outer_stride = dims[0][1] if len(dims) == 2 else 0
     inner, inner_stride = dims[-1] if dims else (1, 0)
     return RowView(logits, rows, cols, max(1, inner), outer_stride, inner_stride)
+
+
+def lane_view(logits: torch.Tensor) -> tuple[RowView, bool]:
+    """Rows for a kernel that reduces over columns, and whether it may load whole vectors.
+
+    The order of such a reduction follows the width of the loads, which must therefore depend on the vocabulary's length
+    alone and never on where a row happens to lie: a length that is a multiple of 16 is read in vectors (rows that are
+    not aligned, a rare view, are copied), any other one value by value.
+    """
+    view = row_view(logits)
+    vectors = view.cols % _VECTOR == 0
+    strides = view.outer_stride | view.inner_stride
+    if vectors and (strides % _VECTOR or view.tensor.data_ptr() % _VECTOR_BYTES):
+        view = row_view(view.tensor.clone(memory_format=torch.contiguous_format))
+    return view, vectors
 
 
 def _merged_leading_dims(logits: torch.Tensor) -> list[tuple[int, int]]:

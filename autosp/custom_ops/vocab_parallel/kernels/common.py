@@ -1,9 +1,9 @@
 """What the kernels share: the soft cap, the scaling arguments and the launch context.
 
-Kernels work in base 2: ``exp(k d) = exp2(d * k log2(e))``, so a temperature costs nothing. A running maximum starts at the
-lowest finite number, not at -inf: differences to it are then defined, and a row without a finite value shows as a sum of 0. A row's result depends on its own
-values and on the block sizes alone, which depend on the operator and the dtype, never on the number of rows: results are
-deterministic and batch-invariant.
+Kernels work in base 2: ``exp(k d) = exp2(d * k log2(e))``, so a temperature costs nothing. A running maximum starts at
+the lowest finite number, not at -inf: differences to it are then defined, and a row without a finite value shows as a
+sum of 0. A row's result depends on its own values and on the block sizes alone, which depend on the operator and the
+dtype, never on the number of rows: results are deterministic and batch-invariant.
 """
 
 from __future__ import annotations
@@ -57,11 +57,28 @@ def log2_of(x, FAST: tl.constexpr):
 
 @triton.jit
 def row_inverse(inverse_ptr, inverse, row, PER_ROW: tl.constexpr):
-    """Inverse temperature of one row, or of a block of rows."""
+    """Inverse temperature of one row."""
     if PER_ROW:
         return tl.load(inverse_ptr + row)
     else:
         return inverse
+
+
+@triton.jit
+def block_inverse(inverse_ptr, inverse, row, live, PER_ROW: tl.constexpr):
+    """Inverse temperatures of a block of rows."""
+    if PER_ROW:
+        return tl.load(inverse_ptr + row, mask=live, other=1.0)
+    else:
+        return tl.zeros(row.shape, tl.float32) + inverse
+
+
+@triton.jit
+def lane_start(pointer, unknown, VECTORS: tl.constexpr):
+    """The start of a row; ``unknown`` (always 0) hides its alignment where loads must not be vectors."""
+    if not VECTORS:
+        pointer = pointer + unknown
+    return pointer
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from .common import (
     cap_slope,
     capped,
     hardware_log2,
+    lane_start,
     log2_of,
     on_device_of,
     pointer_or,
@@ -23,18 +24,18 @@ from .kl import element_bytes, pair_arguments
 
 # By bytes of an element of the wider input, from the sweeps in docs/benchmarks_losses.md.
 FORWARD = {
-    2: dict(BLOCK=4096, STAGES=1, EVICT="", num_warps=8),
-    4: dict(BLOCK=4096, STAGES=1, EVICT="", num_warps=8),
+    2: dict(BLOCK=1024, STAGES=1, EVICT="", num_warps=4),
+    4: dict(BLOCK=4096, STAGES=2, EVICT="", num_warps=8),
 }
-BACKWARD = {2: dict(BLOCK=4096, EVICT="", num_warps=8), 4: dict(BLOCK=2048, EVICT="", num_warps=8)}
+BACKWARD = {2: dict(BLOCK=4096, EVICT="", num_warps=4), 4: dict(BLOCK=4096, EVICT="", num_warps=8)}
 
 
 @triton.jit
 def _mixture(x_p, x_q, m_p, m_q, log_s_p, log_s_q, scale, softcap, beta, SOFTCAP: tl.constexpr, FAST: tl.constexpr):
     """``(P > Q or equal, larger, smaller, log2(larger/M), log2(smaller/M))``; see ``divergence_plain.mixture_logs``.
 
-    ``log_s`` and ``scale`` are in base 2. The bound on the gap only replaces infinities and NaNs that meet a weight of zero;
-    NaN logits reach the results through ``log_s``.
+    ``log_s`` and ``scale`` are in base 2. The bound on the gap only replaces infinities and NaNs that meet a weight of
+    zero; NaN logits reach the results through ``log_s``.
     """
     log_p = (capped(x_p, softcap, SOFTCAP) - m_p) * scale - log_s_p
     log_q = (capped(x_q, softcap, SOFTCAP) - m_q) * scale - log_s_q
@@ -46,7 +47,7 @@ def _mixture(x_p, x_q, m_p, m_q, log_s_p, log_s_q, scale, softcap, beta, SOFTCAP
     return p_larger, larger, larger * ratio, -mixed, -gap - mixed
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "unknown"])
 def jsd_forward_kernel(
     p_ptr,
     q_ptr,
@@ -64,6 +65,8 @@ def jsd_forward_kernel(
     inverse,
     softcap,
     beta,
+    unknown,
+    VECTORS: tl.constexpr,
     PER_ROW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     FAST: tl.constexpr,
@@ -73,8 +76,8 @@ def jsd_forward_kernel(
 ):
     # Last rows first: the statistics pass read them last, so they are what the cache may still hold.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    p_row = p_ptr + row_offset(row, p_inner, p_outer_stride, p_inner_stride)
-    q_row = q_ptr + row_offset(row, q_inner, q_outer_stride, q_inner_stride)
+    p_row = lane_start(p_ptr + row_offset(row, p_inner, p_outer_stride, p_inner_stride), unknown, VECTORS)
+    q_row = lane_start(q_ptr + row_offset(row, q_inner, q_outer_stride, q_inner_stride), unknown, VECTORS)
     k = row_inverse(inverse_ptr, inverse, row, PER_ROW)
     m_p = tl.load(saved_ptr + row)
     log_s_p = tl.load(saved_ptr + n_rows + row)
@@ -196,7 +199,7 @@ def local_jsd_sums(
     p: torch.Tensor, q: torch.Tensor, saved: torch.Tensor, beta: float, options: PairOptions
 ) -> torch.Tensor:
     """As ``divergence_plain.local_jsd_sums``, in one read of each."""
-    a, b, strides = pair_arguments(p, q)
+    a, b, vectors, strides = pair_arguments(p, q, reduces=True)
     sums = torch.empty(2, a.rows, dtype=torch.float32, device=p.device)
     if a.rows:
         with on_device_of(p):
@@ -212,6 +215,8 @@ def local_jsd_sums(
                 options.inverse,
                 options.softcap,
                 beta,
+                0,
+                VECTORS=vectors,
                 PER_ROW=options.inverse_rows is not None,
                 SOFTCAP=options.softcap != 0.0,
                 FAST=hardware_log2(p),
@@ -232,7 +237,7 @@ def jsd_backward(
     grad_q: torch.Tensor | None,
 ) -> None:
     """As ``divergence_plain.jsd_backward``, both gradients from one read of each input."""
-    a, b, strides = pair_arguments(p, q)
+    a, b, _, strides = pair_arguments(p, q, reduces=False)
     if a.rows == 0 or a.cols == 0 or (grad_p is None and grad_q is None):
         return
     config = BACKWARD[element_bytes(p, q)]

@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 
 from ..divergence_plain import KL_FIELDS, PairOptions
-from ..rows import row_view
+from ..rows import lane_view, row_view
 from .common import (
     LN2,
     LOG2E,
     LOWEST,
+    block_inverse,
     cap_slope,
     capped,
+    lane_start,
     on_device_of,
     pointer_or,
     row_inverse,
@@ -23,10 +25,10 @@ from .common import (
 
 # By bytes of an element of the wider input, from the sweeps in docs/benchmarks_losses.md.
 FORWARD = {
-    2: dict(DEPTH=4, LANES=1024, STAGES=1, EVICT="", num_warps=8),
-    4: dict(DEPTH=4, LANES=1024, STAGES=1, EVICT="", num_warps=8),
+    2: dict(DEPTH=4, LANES=1024, STAGES=3, EVICT="", num_warps=4),
+    4: dict(DEPTH=4, LANES=512, STAGES=1, EVICT="", num_warps=4),
 }
-BACKWARD = {2: dict(BLOCK=4096, EVICT="", num_warps=8), 4: dict(BLOCK=2048, EVICT="", num_warps=8)}
+BACKWARD = {2: dict(BLOCK=4096, EVICT="", num_warps=4), 4: dict(BLOCK=2048, EVICT="", num_warps=8)}
 _COMBINE_ROWS = 32
 
 
@@ -47,7 +49,7 @@ def _update(u_p, u_q, m_p, s_p, m_q, s_q, acc, scale):
     return n_p, s_p, n_q, s_q, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["unknown"])
 def kl_forward_kernel(
     p_ptr,
     q_ptr,
@@ -62,6 +64,8 @@ def kl_forward_kernel(
     q_inner_stride,
     inverse,
     softcap,
+    unknown,
+    VECTORS: tl.constexpr,
     PER_ROW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -70,8 +74,8 @@ def kl_forward_kernel(
     EVICT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    p_row = p_ptr + row_offset(row, p_inner, p_outer_stride, p_inner_stride)
-    q_row = q_ptr + row_offset(row, q_inner, q_outer_stride, q_inner_stride)
+    p_row = lane_start(p_ptr + row_offset(row, p_inner, p_outer_stride, p_inner_stride), unknown, VECTORS)
+    q_row = lane_start(q_ptr + row_offset(row, q_inner, q_outer_stride, q_inner_stride), unknown, VECTORS)
     scale = row_inverse(inverse_ptr, inverse, row, PER_ROW) * LOG2E
     TILE: tl.constexpr = DEPTH * LANES
     tile = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -121,10 +125,7 @@ def kl_combine_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < n_rows
-    if PER_ROW:
-        k = tl.load(inverse_ptr + row, mask=live, other=1.0)
-    else:
-        k = tl.full([ROWS], 1.0, tl.float32) * inverse
+    k = block_inverse(inverse_ptr, inverse, row, live, PER_ROW)
     scale = k * LOG2E
     m_p = tl.full([ROWS], LOWEST, tl.float32)
     m_q = tl.full([ROWS], LOWEST, tl.float32)
@@ -225,10 +226,10 @@ def kl_backward_kernel(
         tl.store(grad_q_ptr + row * n_cols + columns, value, mask=columns < n_cols, eviction_policy=EVICT)
 
 
-def pair_arguments(p: torch.Tensor, q: torch.Tensor):
-    """``(P's rows, Q's rows, stride arguments of both)``."""
-    a, b = row_view(p), row_view(q)
-    return a, b, (a.inner, a.outer_stride, a.inner_stride, b.inner, b.outer_stride, b.inner_stride)
+def pair_arguments(p: torch.Tensor, q: torch.Tensor, reduces: bool):
+    """``(P's rows, Q's rows, stride arguments of both, whether to load vectors)``; see ``rows.lane_view``."""
+    (a, vectors), (b, _) = (lane_view(p), lane_view(q)) if reduces else ((row_view(p), True), (row_view(q), True))
+    return a, b, vectors, (a.inner, a.outer_stride, a.inner_stride, b.inner, b.outer_stride, b.inner_stride)
 
 
 def element_bytes(p: torch.Tensor, q: torch.Tensor) -> int:
@@ -238,7 +239,7 @@ def element_bytes(p: torch.Tensor, q: torch.Tensor) -> int:
 
 def local_kl_stats(p: torch.Tensor, q: torch.Tensor, options: PairOptions) -> torch.Tensor:
     """As ``divergence_plain.local_kl_stats``, in one read of each."""
-    a, b, strides = pair_arguments(p, q)
+    a, b, vectors, strides = pair_arguments(p, q, reduces=True)
     packed = torch.empty(a.rows * KL_FIELDS, dtype=torch.float32, device=p.device)
     if a.rows:
         with on_device_of(p):
@@ -251,6 +252,8 @@ def local_kl_stats(p: torch.Tensor, q: torch.Tensor, options: PairOptions) -> to
                 *strides,
                 options.inverse,
                 options.softcap,
+                0,
+                VECTORS=vectors,
                 PER_ROW=options.inverse_rows is not None,
                 SOFTCAP=options.softcap != 0.0,
                 **FORWARD[element_bytes(p, q)],
@@ -290,7 +293,7 @@ def kl_backward(
     grad_q: torch.Tensor | None,
 ) -> None:
     """As ``divergence_plain.kl_backward``, both gradients from one read of each input."""
-    a, b, strides = pair_arguments(p, q)
+    a, b, _, strides = pair_arguments(p, q, reduces=False)
     if a.rows == 0 or a.cols == 0 or (grad_p is None and grad_q is None):
         return
     config = BACKWARD[element_bytes(p, q)]

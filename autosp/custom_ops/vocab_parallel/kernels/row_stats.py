@@ -6,25 +6,25 @@ import torch
 import triton
 
 from ..row_stats_plain import PACKED_FIELDS, RowGradients, RowOptions, RowResults
-from ..rows import row_view
+from ..rows import lane_view, row_view
 from .common import on_device_of, pointer_or
 from .row_stats_backward import row_stats_backward_kernel
 from .row_stats_combine import row_stats_combine_kernel
 from .row_stats_forward import row_stats_forward_kernel
 
-# Block sizes by bytes of an element, from the sweeps in docs/benchmarks_losses.md. The forward reads tiles of DEPTH x LANES
-# columns, the backward writes STEPS blocks of BLOCK columns a program.
+# Block sizes by bytes of an element, from the sweeps in docs/benchmarks_losses.md. The forward reads tiles of DEPTH x
+# LANES # columns, the backward writes STEPS blocks of BLOCK columns a program.
 FORWARD = {
-    2: dict(DEPTH=4, LANES=2048, STAGES=1, EVICT="", num_warps=8),
-    4: dict(DEPTH=4, LANES=1024, STAGES=1, EVICT="", num_warps=8),
+    2: dict(DEPTH=4, LANES=1024, STAGES=3, EVICT="", num_warps=4),
+    4: dict(DEPTH=8, LANES=1024, STAGES=1, EVICT="", num_warps=8),
 }
-BACKWARD = {2: dict(BLOCK=4096, STEPS=1, EVICT="", num_warps=8), 4: dict(BLOCK=2048, STEPS=1, EVICT="", num_warps=8)}
+BACKWARD = {2: dict(BLOCK=4096, STEPS=1, EVICT="", num_warps=4), 4: dict(BLOCK=1024, STEPS=1, EVICT="", num_warps=4)}
 _COMBINE_ROWS = 32
 
 
 def local_row_stats(logits: torch.Tensor, index: torch.Tensor, options: RowOptions) -> torch.Tensor:
     """As ``row_stats_plain.local_row_stats``, in one read."""
-    view, ids = row_view(logits), index.shape[1]
+    (view, vectors), ids = lane_view(logits), index.shape[1]
     packed = torch.empty(view.rows * (PACKED_FIELDS + ids) + 2, dtype=torch.float32, device=logits.device)
     if view.rows == 0:
         return torch.tensor([options.valid, options.start], dtype=torch.float32, device=logits.device)
@@ -44,6 +44,8 @@ def local_row_stats(logits: torch.Tensor, index: torch.Tensor, options: RowOptio
             options.inverse,
             options.softcap,
             options.ignore_index,
+            0,
+            VECTORS=vectors,
             PER_ROW=options.inverse_rows is not None,
             SOFTCAP=options.softcap != 0.0,
             ENTROPY=options.entropy,

@@ -118,10 +118,8 @@ def row_stats_backward_kernel(
         x = tl.load(x_row + columns, mask=live, other=0.0, eviction_policy=EVICT).to(tl.float32)
         z = (capped(x, softcap, SOFTCAP) - m) * k - log_s
         p = tl.exp2(z * LOG2E)
-        if G_ENTROPY:
-            g = weighted(p, a + b * z) + c
-        else:
-            g = p * a + c
+        g = weighted(p, a + b * z) if G_ENTROPY else p * a
+        g = g + c
         if ONE_ID and G_LOGP:
             local = token - start
             held = (local >= 0) & (local < n_valid) & (token != ignore_index)

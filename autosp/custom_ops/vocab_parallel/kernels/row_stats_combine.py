@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LN2, LOG2E, LOWEST, weighted
+from .common import LN2, LOG2E, LOWEST, block_inverse, weighted
 
 
 @triton.jit(do_not_specialize=["length", "n_ranks", "n_rows", "n_ids", "stated_total", "ignore_index"])
@@ -36,10 +36,7 @@ def row_stats_combine_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < n_rows
-    if PER_ROW:
-        k = tl.load(inverse_ptr + row, mask=live, other=1.0)
-    else:
-        k = tl.full([ROWS], 1.0, tl.float32) * inverse
+    k = block_inverse(inverse_ptr, inverse, row, live, PER_ROW)
     scale = k * LOG2E
     fields = row * (n_ids + 4)
     header = n_rows.to(tl.int64) * (n_ids + 4)

@@ -1,7 +1,7 @@
 """One read of a row: maximum, sum of exponentials and the centred weighted sums together, with the logits at the ids.
 
-Every lane keeps a running maximum of its own and rescales once a tile of DEPTH values, so that nothing crosses lanes before
-the end of the row; the lanes are then combined like shards are.
+Every lane keeps a running maximum of its own and rescales once a tile of DEPTH values, so that nothing crosses lanes
+before the end of the row; the lanes are then combined like shards are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOG2E, LOWEST, capped, row_inverse, row_offset, weighted
+from .common import LOG2E, LOWEST, capped, lane_start, row_inverse, row_offset, weighted
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _leave_out(u, columns, index_ptr, row, n_ids, start, begin, ignore_index, TI
     return u
 
 
-@triton.jit(do_not_specialize=["n_rows", "start", "n_ids", "ignore_index"])
+@triton.jit(do_not_specialize=["n_rows", "start", "n_ids", "ignore_index", "unknown"])
 def row_stats_forward_kernel(
     x_ptr,
     index_ptr,
@@ -55,6 +55,8 @@ def row_stats_forward_kernel(
     inverse,
     softcap,
     ignore_index,
+    unknown,
+    VECTORS: tl.constexpr,
     PER_ROW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
@@ -73,7 +75,7 @@ def row_stats_forward_kernel(
         header = packed_ptr + n_rows.to(tl.int64) * (n_ids + 4)
         tl.store(header, n_cols * 1.0)
         tl.store(header + 1, start * 1.0)
-    base = x_ptr + row_offset(row, inner, outer_stride, inner_stride)
+    base = lane_start(x_ptr + row_offset(row, inner, outer_stride, inner_stride), unknown, VECTORS)
     end = n_cols
     if SKIP:
         end = tl.where(tl.load(index_ptr + row) == ignore_index, 0, n_cols)
