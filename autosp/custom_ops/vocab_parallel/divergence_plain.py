@@ -11,7 +11,7 @@ import torch
 
 from .groups import sum_in_rank_order
 from .row_stats_plain import cap, cap_slope, finite_or_zero, weighted
-from .rows import accumulator_dtype, row_view
+from .rows import accumulator_dtype, count_rows, row_view
 
 KL_FIELDS = 5  # m_p, s_p, m_q, s_q, acc
 
@@ -114,7 +114,7 @@ def _log_probabilities(x, y, saved, options: PairOptions, rows: slice):
 
 
 def _store(out: torch.Tensor, rows: slice, valid: int, upstream: torch.Tensor, value: torch.Tensor) -> None:
-    target = out.view(-1, out.shape[-1])
+    target = out.view(count_rows(out), out.shape[-1])
     value = torch.where(upstream[:, None] == 0, torch.zeros_like(value), value)
     target[rows, :valid] = value.to(out.dtype)
     target[rows, valid:] = 0

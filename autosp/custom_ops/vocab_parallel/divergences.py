@@ -137,7 +137,7 @@ def vocab_parallel_topk_kl_div(
     Args:
         student: ``[..., V_local]`` logits.
         teacher_logprobs: ``[..., K]``, natural logarithms of the teacher's probabilities (not logits) at the same
-            temperature; the rest of the mass is its tail.
+            temperature; the rest of the mass is its tail, or nothing where it is below their rounding.
         teacher_index: int64 or int32 ``[..., K]``, global ids, distinct within a row. Entries equal to
         ``ignore_index`` are
             no bucket: for rows with fewer than K ids.
@@ -175,7 +175,8 @@ def vocab_parallel_topk_kl_div(
     buckets = torch.log_softmax(torch.cat([top_student, stats.lse.double().unsqueeze(1)], dim=1), dim=1)
     top_teacher = teacher_logprobs.reshape(ids.shape).to(buckets.dtype).masked_fill(ignored, -torch.inf)
     mass = top_teacher.exp().sum(dim=1, keepdim=True)
-    tail = torch.where(mass < 1.0, torch.log1p(-torch.where(mass < 1.0, mass, 0.0)), -torch.inf)
+    has_tail = mass < 1.0 - _tail_rounding(teacher_logprobs.dtype)
+    tail = torch.where(has_tail, torch.log1p(-torch.where(has_tail, mass, 0.0)), -torch.inf)
     teacher = torch.cat([top_teacher, tail], dim=1)
     p, q = (buckets, teacher) if reverse else (teacher, buckets)
     skipped = p == -torch.inf
@@ -185,3 +186,9 @@ def vocab_parallel_topk_kl_div(
     repeated = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(dim=1)
     bad = repeated | (mass.squeeze(1) > _TEACHER_MASS_LIMIT)
     return torch.where(bad, torch.nan, kl).to(stats.lse.dtype).view(student.shape[:-1])
+
+
+def _tail_rounding(dtype: torch.dtype) -> float:
+    """The mass that log-probabilities of ``dtype`` may miss by rounding alone: no tail can be read from less."""
+    eps = torch.finfo(dtype).eps
+    return eps if eps > torch.finfo(torch.float32).eps else 8 * eps

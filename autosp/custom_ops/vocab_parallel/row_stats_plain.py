@@ -206,7 +206,7 @@ def row_stats_backward(
     out: torch.Tensor,
 ) -> None:
     """Write the gradient of the logits into ``out``; the formula is in ``row_stats_op``."""
-    view, target = row_view(logits), out.view(-1, out.shape[-1])
+    view, target = row_view(logits), out.view(index.shape[0], out.shape[-1])
     rows_total = view.rows
     m_all, log_s_all, total = saved[:rows_total], saved[rows_total : 2 * rows_total], saved[-1]
     a, b, c, d = _coefficients(index, entropy, upstream, options, total)

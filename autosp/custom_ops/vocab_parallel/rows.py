@@ -32,9 +32,11 @@ class RowView:
 
     def chunks(self, limit: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield ``(row slice, [rows, limit] values in the accumulator dtype)``, copies of a bounded size."""
+        if self.rows == 0:
+            return
         budget = _CHUNK_ELEMENTS.get(self.tensor.device.type, _CHUNK_ELEMENTS_DEVICE)
         step = max(1, budget // max(1, self.cols))
-        outer = max(1, math.ceil(self.rows / max(1, self.inner)))
+        outer = math.ceil(self.rows / self.inner)
         grid = self.tensor.as_strided((outer, self.inner, limit), (self.outer_stride, self.inner_stride, 1))
         for begin in range(0, self.rows, step):
             chosen = torch.arange(begin, min(begin + step, self.rows), device=self.tensor.device)
