@@ -40,7 +40,7 @@ def test_the_switch_and_the_dtypes():
         "print(usable(one), usable(one.double()), usable(one, one.long()), usable(one, one.to('meta')))"
     )
     code += "\nimport os; os.environ['AUTOSP_TRITON'] = '0'\nprint(usable(one))"
-    assert run_python(code, TRITON_INTERPRET="1").split() == "True False True False False".split()
+    assert run_python(code, TRITON_INTERPRET="1").split() == ["True", "False", "True", "False", "False"]
 
 
 def test_the_losses_work_without_triton():
