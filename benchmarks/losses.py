@@ -161,13 +161,14 @@ def measure(function: Callable, operator: str, student, teacher, target) -> tupl
     elapsed = milliseconds(step, device)
     extra = None
     if device.type == "cuda":
+        # Bytes as requested: the allocator's rounding of the gradient is not the operator's.
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
         (gradient,), output = step()
         torch.cuda.synchronize(device)
-        kept = gradient.nbytes + output.nbytes
-        extra = (torch.cuda.max_memory_allocated(device) - before - kept) / 2**20
+        peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
+        extra = (peak - before - gradient.nbytes - output.nbytes) / 2**20
     return elapsed, extra
 
 

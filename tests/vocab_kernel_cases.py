@@ -24,8 +24,8 @@ def test_the_kernels_are_what_runs(monkeypatch):
     assert triton_interpreted() and triton_usable(torch.zeros(1))
     calls = []
     for module, names in (
-        (row_stats, ("local_row_stats", "combine_row_stats", "row_stats_backward")),
-        (kl, ("local_kl_stats", "combine_kl_stats", "kl_backward")),
+        (row_stats, ("whole_row_stats", "row_stats_backward")),
+        (kl, ("whole_kl_stats", "kl_backward")),
         (jsd, ("local_jsd_sums", "jsd_backward")),
     ):
         for name in names:
@@ -34,11 +34,9 @@ def test_the_kernels_are_what_runs(monkeypatch):
     x = torch.randn(2, 12, requires_grad=True)
     (vocab_parallel_entropy(x) + vocab_parallel_kl_div(x, x * 2) + vocab_parallel_jsd(x, x * 2)).sum().backward()
     assert set(calls) == {
-        "local_row_stats",
-        "combine_row_stats",
+        "whole_row_stats",
         "row_stats_backward",
-        "local_kl_stats",
-        "combine_kl_stats",
+        "whole_kl_stats",
         "kl_backward",
         "local_jsd_sums",
         "jsd_backward",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,8 +18,7 @@ _LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_VOCABULARY = 1 << 24
 
 
-@dataclass(frozen=True)
-class Scaling:
+class Scaling(NamedTuple):
     """Temperature and soft cap as the operators take them: ``z = softcap(x) * inverse``."""
 
     inverse_rows: torch.Tensor | None
@@ -28,8 +26,7 @@ class Scaling:
     softcap: float
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """Bounds of this rank's shard as the operators take them; -1 stands for "not given"."""
 
     start: int
@@ -70,7 +67,7 @@ def check_pair(student: torch.Tensor, teacher: torch.Tensor) -> None:
 
 
 def check_index(logits: torch.Tensor, index: Any, name: str, trailing: bool = True) -> torch.Tensor:
-    """``index`` as contiguous int64 ``[rows, K]``.
+    """``index`` as contiguous int64 of its own shape.
 
     Args:
         logits: ``[..., V]``.
@@ -94,8 +91,7 @@ def check_index(logits: torch.Tensor, index: Any, name: str, trailing: bool = Tr
         raise InputError(
             f"{name} must have shape {rows}{also} for logits {tuple(logits.shape)}, got {tuple(index.shape)}."
         )
-    columns = 1 if plain else index.shape[-1]
-    return index.reshape(count_rows(logits), columns).to(torch.int64).contiguous()
+    return index.to(torch.int64).contiguous()
 
 
 def check_scaling(logits: torch.Tensor, temperature: Any, softcap: Any) -> Scaling:
@@ -152,6 +148,8 @@ def check_bounds(logits: torch.Tensor, group: str, start: Any, end: Any, total: 
             f"vocab_start_index={start} without tp_group: a part of a vocabulary has no normalisation. Pass the group"
             " that holds the other parts (None never means the world)."
         )
+    if not group and total is not None and total != last:
+        raise InputError(f"global_vocab_size={total}, but without a tp_group the ids end at {last}.")
     return Bounds(start, last, -1 if total is None else total)
 
 
@@ -189,6 +187,8 @@ def check_group(group: Any, argument: str = "tp_group") -> str:
 
 
 def _positive(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise InputError(f"{name} must be a positive finite number, got {value!r}.")
+    if not math.isfinite(value) or value <= 0:
         raise InputError(f"{name} must be a positive finite number, got {value!r}.")
     return float(value)

@@ -5,7 +5,7 @@ Notation as in ``row_stats_plain``: P and Q are the two distributions, each cent
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ from .rows import accumulator_dtype, count_rows, row_view
 KL_FIELDS = 5  # m_p, s_p, m_q, s_q, acc
 
 
-@dataclass(frozen=True)
-class PairOptions:
+class PairOptions(NamedTuple):
     """What a call of a divergence operator asks for: scaling, and the valid columns of the shard.
 
     Args:

@@ -57,8 +57,8 @@ def vocab_parallel_kl_div(
     bounds = check_bounds(student, group, vocab_start_index, vocab_end_index)
     scaling = check_scaling(student, temperature, softcap)
     p, q = (student, teacher) if reverse else (teacher, student)
-    kl, _ = vocab_kl(p, q, scaling.inverse_rows, scaling.inverse, scaling.softcap, bounds.start, bounds.end, group)
-    return kl.view(student.shape[:-1])
+    kl, _ = vocab_kl(p, q, scaling.inverse_rows, (scaling.inverse, scaling.softcap), bounds, group)
+    return kl
 
 
 def vocab_parallel_jsd(
@@ -100,18 +100,9 @@ def vocab_parallel_jsd(
     group = check_group(tp_group)
     bounds = check_bounds(student, group, vocab_start_index, vocab_end_index)
     scaling = check_scaling(student, temperature, softcap)
-    jsd, _, _ = vocab_jsd(
-        student,
-        teacher,
-        float(beta),
-        scaling.inverse_rows,
-        scaling.inverse,
-        scaling.softcap,
-        bounds.start,
-        bounds.end,
-        group,
-    )
-    return jsd.view(student.shape[:-1])
+    scales = (scaling.inverse, scaling.softcap)
+    jsd, _, _ = vocab_jsd(student, teacher, float(beta), scaling.inverse_rows, scales, bounds, group)
+    return jsd
 
 
 def vocab_parallel_topk_kl_div(
@@ -170,22 +161,22 @@ def vocab_parallel_topk_kl_div(
     scaling = check_scaling(student, temperature, softcap)
     stats = run_row_stats(student, ids, group, bounds, scaling, ignore_index, exclude=True)
     ignored = ids == ignore_index
-    # [rows, K + 1] values only: float64 costs nothing here and keeps the cancelling terms of the reverse KL's gradient.
+    # [..., K + 1] values only: float64 costs nothing here and keeps the cancelling terms of the reverse KL's gradient.
     top_student = stats.logp.double().masked_fill(ignored, -torch.inf)
-    buckets = torch.log_softmax(torch.cat([top_student, stats.lse.double().unsqueeze(1)], dim=1), dim=1)
-    top_teacher = teacher_logprobs.reshape(ids.shape).to(buckets.dtype).masked_fill(ignored, -torch.inf)
-    mass = top_teacher.exp().sum(dim=1, keepdim=True)
+    buckets = torch.log_softmax(torch.cat([top_student, stats.lse.double().unsqueeze(-1)], dim=-1), dim=-1)
+    top_teacher = teacher_logprobs.to(buckets.dtype).masked_fill(ignored, -torch.inf)
+    mass = top_teacher.exp().sum(dim=-1, keepdim=True)
     has_tail = mass < 1.0 - _tail_rounding(teacher_logprobs.dtype)
     tail = torch.where(has_tail, torch.log1p(-torch.where(has_tail, mass, 0.0)), -torch.inf)
-    teacher = torch.cat([top_teacher, tail], dim=1)
+    teacher = torch.cat([top_teacher, tail], dim=-1)
     p, q = (buckets, teacher) if reverse else (teacher, buckets)
     skipped = p == -torch.inf
     difference = torch.where(skipped, 0.0, p) - torch.where(skipped, 0.0, q)
-    kl = (p.masked_fill(skipped, -torch.inf).exp() * difference).sum(dim=1)
-    ordered = ids.masked_fill(ignored, -1).sort(dim=1).values
-    repeated = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(dim=1)
-    bad = repeated | (mass.squeeze(1) > _TEACHER_MASS_LIMIT)
-    return torch.where(bad, torch.nan, kl).to(stats.lse.dtype).view(student.shape[:-1])
+    kl = (p.masked_fill(skipped, -torch.inf).exp() * difference).sum(dim=-1)
+    ordered = ids.masked_fill(ignored, -1).sort(dim=-1).values
+    repeated = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(dim=-1)
+    bad = repeated | (mass.squeeze(-1) > _TEACHER_MASS_LIMIT)
+    return torch.where(bad, torch.nan, kl).to(stats.lse.dtype)
 
 
 def _tail_rounding(dtype: torch.dtype) -> float:

@@ -26,7 +26,6 @@ from .checks import (
 from .groups import gather_packed
 from .reduce_op import sum_over_group
 from .row_stats_op import vocab_row_stats
-from .rows import count_rows
 
 DEFAULT_IGNORE_INDEX = -100
 
@@ -48,7 +47,7 @@ class TokenStats(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """Flat results of one call of the operator; see ``row_stats_op``."""
+    """Results of one call of the operator; see ``row_stats_op``."""
 
     logp: torch.Tensor
     lse: torch.Tensor
@@ -71,23 +70,16 @@ def run_row_stats(
     skip_ignored: bool = False,
     inplace: bool = False,
 ) -> RowStats:
-    """Call the operator with checked arguments; ``index`` is int64 ``[rows, K]``."""
+    """Call the operator with checked arguments."""
     *results, _saved = vocab_row_stats(
         logits,
         index,
         scaling.inverse_rows,
-        scaling.inverse,
-        scaling.softcap,
-        bounds.start,
-        bounds.end,
-        bounds.total,
+        (scaling.inverse, scaling.softcap),
+        bounds,
         group,
         ignore_index,
-        entropy,
-        mean,
-        exclude,
-        skip_ignored,
-        inplace,
+        (entropy, mean, exclude, skip_ignored, inplace),
     )
     return RowStats(*results)
 
@@ -166,13 +158,13 @@ def vocab_parallel_cross_entropy(
         skip_ignored=True,
         inplace=inplace_backward,
     )
-    loss = -stats.logp.squeeze(1)
+    loss = -stats.logp
     if label_smoothing > 0:
         loss = (1.0 - label_smoothing) * loss - label_smoothing * stats.mean_logp
     if z_loss:
         loss = loss + z_loss * stats.lse.square()
     if reduction == "none":
-        return loss.view(target.shape)
+        return loss
     summed = sum_over_group(loss.sum(), sp_name)
     if reduction == "sum":
         return summed
@@ -220,9 +212,9 @@ def vocab_parallel_logprobs(
         check_inplace(logits)
     if strict:
         check_targets_strictly(ids, ignore_index, _vocabulary_size(logits, bounds, name), "index")
-    skip = ids.shape[1] == 1
+    skip = ids.dim() < logits.dim()
     stats = run_row_stats(logits, ids, name, bounds, scaling, ignore_index, skip_ignored=skip, inplace=inplace_backward)
-    return stats.logp.view(index.shape)
+    return stats.logp
 
 
 def vocab_parallel_entropy(
@@ -254,9 +246,9 @@ def vocab_parallel_entropy(
     scaling = check_scaling(logits, temperature, softcap)
     if inplace_backward:
         check_inplace(logits)
-    no_ids = torch.empty(count_rows(logits), 0, dtype=torch.int64, device=logits.device)
+    no_ids = torch.empty((*logits.shape[:-1], 0), dtype=torch.int64, device=logits.device)
     stats = run_row_stats(logits, no_ids, name, bounds, scaling, entropy=True, inplace=inplace_backward)
-    return stats.entropy.view(logits.shape[:-1])
+    return stats.entropy
 
 
 def vocab_parallel_token_stats(
@@ -298,10 +290,7 @@ def vocab_parallel_token_stats(
     if strict:
         check_targets_strictly(ids, ignore_index, _vocabulary_size(logits, bounds, name), "index")
     stats = run_row_stats(logits, ids, name, bounds, scaling, ignore_index, entropy=True, inplace=inplace_backward)
-    rows = logits.shape[:-1]
-    return TokenStats(
-        stats.logp.view(index.shape), stats.entropy.view(rows), stats.lse.view(rows), stats.is_argmax.view(index.shape)
-    )
+    return TokenStats(stats.logp, stats.entropy, stats.lse, stats.is_argmax)
 
 
 def _vocabulary_size(logits: torch.Tensor, bounds: Bounds, group: str) -> int:

@@ -16,82 +16,78 @@ two sums (one more). The backward needs no collective.
 
 from __future__ import annotations
 
-import torch
-
 from ..dispatch import triton_usable
-from .divergence_plain import combine_kl_stats, jsd_backward, local_jsd_sums, local_kl_stats
+from .derivatives import first_derivative
+from .divergence_plain import jsd_backward, local_jsd_sums
 from .groups import gather_packed, sum_in_rank_order
-from .kl_op import _OPTIONS, empty_gradients, pair_options
-from .row_stats_op import refuse_double_backward
-from .rows import accumulator_dtype, count_rows
+from .kl_op import SETTINGS, empty_gradients, pair_options, pair_statistics
+from .registry import register
+from .rows import accumulator_dtype
 
 
-@torch.library.custom_op(
-    "autosp::vocab_jsd",
-    mutates_args=(),
-    schema=f"(Tensor p, Tensor q, float beta, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-)
-def vocab_jsd(p, q, beta, inverse_rows, inverse, softcap, start, end, group):
-    """Returns ``(JSD [N], sums [2, N] = KL(P || M), KL(Q || M), saved [4, N])``; beta strictly between 0 and 1."""
-    options = pair_options(p, inverse_rows, inverse, softcap, start, end, group)
-    if triton_usable(p, q):
-        from .kernels import jsd, kl
-
-        _, saved = kl.combine_kl_stats(gather_packed(kl.local_kl_stats(p, q, options), group), options)
-        local = jsd.local_jsd_sums(p, q, saved, beta, options)
-    else:
-        _, saved = combine_kl_stats(gather_packed(local_kl_stats(p, q, options), group), options)
-        local = local_jsd_sums(p, q, saved, beta, options)
-    sums = sum_in_rank_order(gather_packed(local.flatten(), group)).view(local.shape)
-    return (1.0 - beta) * sums[0] + beta * sums[1], sums, saved
-
-
-@vocab_jsd.register_fake
-def _(p, q, *rest):
-    rows, dtype = count_rows(p), accumulator_dtype(p, q)
-    return tuple(p.new_empty(shape, dtype=dtype) for shape in ((rows,), (2, rows), (4, rows)))
-
-
-@torch.library.custom_op(
-    "autosp::vocab_jsd_backward",
-    mutates_args=(),
-    schema="(Tensor p, Tensor q, Tensor sums, Tensor saved, Tensor g, float beta, bool need_p, bool need_q,"
-    f" {_OPTIONS})"
-    " -> (Tensor, Tensor)",
-)
-def vocab_jsd_backward(p, q, sums, saved, g, beta, need_p, need_q, inverse_rows, inverse, softcap, start, end, group):
-    """Gradients of the two logits, contiguous, in their dtypes; size 0 where not needed."""
-    options = pair_options(p, inverse_rows, inverse, softcap, start, end, group)
-    grads = empty_gradients(p, q, need_p, need_q)
-    wanted = (grads[0] if need_p else None, grads[1] if need_q else None)
+def _jsd(p, q, beta, *settings):
+    """Returns ``(JSD [...], sums [2, N] = KL(P || M), KL(Q || M), saved [4, N])``; beta strictly between 0 and 1."""
+    options, group = pair_options(p, *settings), settings[-1]
+    _, saved = pair_statistics(p, q, options, group)
     if triton_usable(p, q):
         from .kernels import jsd
 
-        jsd.jsd_backward(p, q, sums, saved, g.contiguous(), beta, options, *wanted)
+        local = jsd.local_jsd_sums(p, q, saved, beta, options)
     else:
-        jsd_backward(p, q, sums, saved, g.contiguous(), beta, options, *wanted)
+        local = local_jsd_sums(p, q, saved, beta, options)
+    sums = sum_in_rank_order(gather_packed(local.view(-1), group)).view(local.shape) if group else local
+    return ((1.0 - beta) * sums[0] + beta * sums[1]).view(p.shape[:-1]), sums, saved
+
+
+def _jsd_fake(p, q, *settings):
+    dtype = accumulator_dtype(p, q)
+    jsd = p.new_empty(p.shape[:-1], dtype=dtype)
+    return jsd, p.new_empty((2, jsd.numel()), dtype=dtype), p.new_empty((4, jsd.numel()), dtype=dtype)
+
+
+def _jsd_backward(p, q, sums, saved, g, beta, need_p, need_q, *settings):
+    """Gradients of the two logits, contiguous, in their dtypes; size 0 where not needed."""
+    options = pair_options(p, *settings)
+    grads = empty_gradients(p, q, need_p, need_q)
+    wanted = (grads[0] if need_p else None, grads[1] if need_q else None)
+    g = g.contiguous().view(-1)
+    if triton_usable(p, q):
+        from .kernels import jsd
+
+        jsd.jsd_backward(p, q, sums, saved, g, beta, options, *wanted)
+    else:
+        jsd_backward(p, q, sums, saved, g, beta, options, *wanted)
     return grads
 
 
-@vocab_jsd_backward.register_fake
-def _(p, q, sums, saved, g, beta, need_p, need_q, *rest):
-    return p.new_empty(p.shape if need_p else (0,)), q.new_empty(q.shape if need_q else (0,))
-
-
 def _setup_context(ctx, inputs, output):
-    p, q, beta, inverse_rows, *scalars = inputs
+    p, q, beta, inverse_rows, *rest = inputs
     _, sums, saved = output
     ctx.mark_non_differentiable(sums, saved)
     ctx.save_for_backward(p, q, sums, saved, inverse_rows)
-    ctx.beta, ctx.scalars = beta, scalars
+    ctx.beta, ctx.settings = beta, rest
 
 
-def _backward(ctx, g_jsd, _g_sums, _g_saved):
+def _backward(ctx, g, _g_sums, _g_saved):
     p, q, sums, saved, inverse_rows = ctx.saved_tensors
     need_p, need_q = ctx.needs_input_grad[:2]
-    grads = vocab_jsd_backward(p, q, sums, saved, g_jsd, ctx.beta, need_p, need_q, inverse_rows, *ctx.scalars)
-    return (grads[0] if need_p else None, grads[1] if need_q else None, *([None] * 7))
+    grads = vocab_jsd_backward(p, q, sums, saved, g, ctx.beta, need_p, need_q, inverse_rows, *ctx.settings)
+    wanted = [
+        first_derivative(grad, p, q, g) if need else None for grad, need in zip(grads, (need_p, need_q), strict=True)
+    ]
+    return (*wanted, *([None] * 5))
 
 
-vocab_jsd.register_autograd(_backward, setup_context=_setup_context)
-vocab_jsd_backward.register_autograd(refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
+vocab_jsd = register(
+    f"vocab_jsd(Tensor p, Tensor q, float beta, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    _jsd,
+    _jsd_fake,
+    _backward,
+    _setup_context,
+)
+vocab_jsd_backward = register(
+    "vocab_jsd_backward(Tensor p, Tensor q, Tensor sums, Tensor saved, Tensor g, float beta, bool need_p, bool need_q,"
+    f" {SETTINGS}) -> (Tensor, Tensor)",
+    _jsd_backward,
+    lambda p, q, sums, saved, g, beta, need_p, need_q, *_: empty_gradients(p, q, need_p, need_q),
+)

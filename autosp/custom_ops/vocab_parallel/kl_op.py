@@ -17,87 +17,92 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import triton_usable
+from .derivatives import first_derivative
 from .divergence_plain import PairOptions, combine_kl_stats, kl_backward, local_kl_stats
 from .groups import gather_packed, shard_bounds
-from .row_stats_op import refuse_double_backward
-from .rows import accumulator_dtype, count_rows
+from .registry import register
+from .rows import accumulator_dtype
 
-_OPTIONS = "Tensor? inverse_rows, float inverse, float softcap, int start, int end, str group"
-
-
-def pair_options(p, inverse_rows, inverse, softcap, start, end, group) -> PairOptions:
-    """Options of a pair operator; the columns of a shard without bounds are all valid."""
-    _, valid = shard_bounds(p.shape[-1], start, end, -1, group)
-    return PairOptions(inverse_rows, inverse, softcap, valid)
+# scales: inverse temperature, softcap; bounds: start, end, total
+SETTINGS = "Tensor? inverse_rows, float[] scales, SymInt[] bounds, str group"
 
 
-@torch.library.custom_op(
-    "autosp::vocab_kl", mutates_args=(), schema=f"(Tensor p, Tensor q, {_OPTIONS}) -> (Tensor, Tensor)"
-)
-def vocab_kl(p, q, inverse_rows, inverse, softcap, start, end, group):
-    """Returns ``(KL(P || Q) [N], saved [4, N])``; ``p`` and ``q`` are ``[..., V_local]`` logits."""
-    options = pair_options(p, inverse_rows, inverse, softcap, start, end, group)
-    if triton_usable(p, q):
-        from .kernels import kl as kernels
-
-        return kernels.combine_kl_stats(gather_packed(kernels.local_kl_stats(p, q, options), group), options)
-    return combine_kl_stats(gather_packed(local_kl_stats(p, q, options), group), options)
+def pair_options(p, inverse_rows, scales, bounds, group) -> PairOptions:
+    """Options of a pair operator; without bounds all columns of a shard are valid."""
+    _, valid = shard_bounds(p.shape[-1], *bounds, group)
+    return PairOptions(inverse_rows, *scales, valid)
 
 
-@vocab_kl.register_fake
-def _(p, q, *rest):
-    rows, dtype = count_rows(p), accumulator_dtype(p, q)
-    return p.new_empty(rows, dtype=dtype), p.new_empty(4, rows, dtype=dtype)
+def pair_statistics(p, q, options: PairOptions, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(KL(P || Q) [N], saved [4, N])`` over the group, on whichever path the tensors take."""
+    if not triton_usable(p, q):
+        return combine_kl_stats(gather_packed(local_kl_stats(p, q, options), group), options)
+    from .kernels import kl as kernels
+
+    if not group:
+        return kernels.whole_kl_stats(p, q, options)
+    return kernels.combine_kl_stats(gather_packed(kernels.local_kl_stats(p, q, options), group), options)
 
 
 def empty_gradients(p: torch.Tensor, q: torch.Tensor, need_p: bool, need_q: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialised contiguous gradients; of size 0 where none is wanted."""
     grads = [
-        torch.empty(t.shape if needed else (0,), dtype=t.dtype, device=t.device)
-        for t, needed in ((p, need_p), (q, need_q))
+        torch.empty(t.shape if need else (0,), dtype=t.dtype, device=t.device) for t, need in ((p, need_p), (q, need_q))
     ]
     return grads[0], grads[1]
 
 
-@torch.library.custom_op(
-    "autosp::vocab_kl_backward",
-    mutates_args=(),
-    schema="(Tensor p, Tensor q, Tensor kl, Tensor saved, Tensor g, bool need_p, bool need_q,"
-    f" {_OPTIONS}) -> (Tensor, Tensor)",
-)
-def vocab_kl_backward(p, q, kl, saved, g, need_p, need_q, inverse_rows, inverse, softcap, start, end, group):
+def _kl(p, q, *settings):
+    """Returns ``(KL(P || Q) [...], saved [4, N])``; ``p`` and ``q`` are ``[..., V_local]`` logits, N rows in all."""
+    kl, saved = pair_statistics(p, q, pair_options(p, *settings), settings[-1])
+    return kl.view(p.shape[:-1]), saved
+
+
+def _kl_fake(p, q, *settings):
+    dtype = accumulator_dtype(p, q)
+    kl = p.new_empty(p.shape[:-1], dtype=dtype)
+    return kl, p.new_empty((4, kl.numel()), dtype=dtype)
+
+
+def _kl_backward(p, q, kl, saved, g, need_p, need_q, *settings):
     """Gradients of the two logits, contiguous, in their dtypes; size 0 where not needed."""
-    options = pair_options(p, inverse_rows, inverse, softcap, start, end, group)
+    options = pair_options(p, *settings)
     grads = empty_gradients(p, q, need_p, need_q)
     wanted = (grads[0] if need_p else None, grads[1] if need_q else None)
+    kl, g = kl.view(-1), g.contiguous().view(-1)
     if triton_usable(p, q):
         from .kernels import kl as kernels
 
-        kernels.kl_backward(p, q, kl, saved, g.contiguous(), options, *wanted)
+        kernels.kl_backward(p, q, kl, saved, g, options, *wanted)
     else:
-        kl_backward(p, q, kl, saved, g.contiguous(), options, *wanted)
+        kl_backward(p, q, kl, saved, g, options, *wanted)
     return grads
 
 
-@vocab_kl_backward.register_fake
-def _(p, q, kl, saved, g, need_p, need_q, *rest):
-    return p.new_empty(p.shape if need_p else (0,)), q.new_empty(q.shape if need_q else (0,))
-
-
 def _setup_context(ctx, inputs, output):
-    p, q, inverse_rows, *scalars = inputs
+    p, q, inverse_rows, *rest = inputs
     kl, saved = output
     ctx.mark_non_differentiable(saved)
     ctx.save_for_backward(p, q, kl, saved, inverse_rows)
-    ctx.scalars = scalars
+    ctx.settings = rest
 
 
-def _backward(ctx, g_kl, _g_saved):
+def _backward(ctx, g, _g_saved):
     p, q, kl, saved, inverse_rows = ctx.saved_tensors
     need_p, need_q = ctx.needs_input_grad[:2]
-    grad_p, grad_q = vocab_kl_backward(p, q, kl, saved, g_kl, need_p, need_q, inverse_rows, *ctx.scalars)
-    return (grad_p if need_p else None, grad_q if need_q else None, *([None] * 6))
+    grads = vocab_kl_backward(p, q, kl, saved, g, need_p, need_q, inverse_rows, *ctx.settings)
+    wanted = [
+        first_derivative(grad, p, q, g) if need else None for grad, need in zip(grads, (need_p, need_q), strict=True)
+    ]
+    return (*wanted, *([None] * 4))
 
 
-vocab_kl.register_autograd(_backward, setup_context=_setup_context)
-vocab_kl_backward.register_autograd(refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
+vocab_kl = register(
+    f"vocab_kl(Tensor p, Tensor q, {SETTINGS}) -> (Tensor, Tensor)", _kl, _kl_fake, _backward, _setup_context
+)
+vocab_kl_backward = register(
+    "vocab_kl_backward(Tensor p, Tensor q, Tensor kl, Tensor saved, Tensor g, bool need_p, bool need_q,"
+    f" {SETTINGS}) -> (Tensor, Tensor)",
+    _kl_backward,
+    lambda p, q, kl, saved, g, need_p, need_q, *_: empty_gradients(p, q, need_p, need_q),
+)

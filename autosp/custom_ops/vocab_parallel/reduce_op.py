@@ -9,20 +9,21 @@ from __future__ import annotations
 import torch
 
 from .groups import gather_packed, sum_in_rank_order
+from .registry import register
 
 
-@torch.library.custom_op("autosp::vocab_sum_over_group", mutates_args=(), schema="(Tensor value, str group) -> Tensor")
-def vocab_sum_over_group(value, group):
+def _sum(value, group):
     """Sum a scalar over the named group, in rank order and with the same bits on every rank."""
     return sum_in_rank_order(gather_packed(value.reshape(1), group)).reshape(())
 
 
-@vocab_sum_over_group.register_fake
-def _(value, group):
-    return value.new_empty(())
-
-
-vocab_sum_over_group.register_autograd(lambda ctx, grad: (grad, None), setup_context=lambda ctx, inputs, output: None)
+vocab_sum_over_group = register(
+    "vocab_sum_over_group(Tensor value, str group) -> Tensor",
+    _sum,
+    lambda value, group: value.new_empty(()),
+    lambda ctx, grad: (grad, None),
+    lambda ctx, inputs, output: None,
+)
 
 
 def sum_over_group(value: torch.Tensor, group: str) -> torch.Tensor:

@@ -27,242 +27,150 @@ which is treated as a constant: what is made of them must not depend on a common
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from ...errors import UnsupportedGraphError
 from ..dispatch import triton_usable
+from .derivatives import first_derivative
 from .groups import gather_packed, shard_bounds
-from .row_stats_plain import (
-    RowGradients,
-    RowOptions,
-    RowResults,
-    combine_row_stats,
-    local_row_stats,
-    row_stats_backward,
-)
+from .registry import register
+from .row_stats_plain import RowGradients, RowOptions, combine_row_stats, local_row_stats, row_stats_backward
 from .rows import accumulator_dtype, count_rows
 
-_OPTIONS = (
-    "Tensor? inverse_rows, float inverse, float softcap, int start, int end, int total, str group, int ignore_index,"
-    " bool entropy, bool mean, bool exclude, bool skip_ignored"
-)
-_BACKWARD = (
-    "Tensor index, Tensor saved, Tensor entropy_value, Tensor? g_logp, Tensor? g_lse, Tensor? g_entropy, Tensor? g_mean"
-)
+# scales: inverse temperature, softcap; bounds: start, end, total; flags: see Flags
+_SETTINGS = "Tensor? inverse_rows, float[] scales, SymInt[] bounds, str group, int ignore_index, bool[] flags"
 
 
-@torch.library.custom_op(
-    "autosp::vocab_row_stats",
-    mutates_args=(),
-    schema=f"(Tensor logits, Tensor index, {_OPTIONS}, bool inplace)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def vocab_row_stats(
-    logits,
-    index,
-    inverse_rows,
-    inverse,
-    softcap,
-    start,
-    end,
-    total,
-    group,
-    ignore_index,
-    entropy,
-    mean,
-    exclude,
-    skip_ignored,
-    inplace,
-):
-    """Returns ``(logp [N, K], lse [N], entropy [N] or [0], mean_logp [N] or [0], is_argmax bool [N, K], saved [2N +
-    1])``.
+class Flags(NamedTuple):
+    """What a call asks for; ``RowOptions`` says what each means. ``inplace`` is for the backward."""
+
+    entropy: bool = False
+    mean: bool = False
+    exclude: bool = False
+    skip_ignored: bool = False
+    inplace: bool = False
+
+
+def _options(logits, inverse_rows, scales, bounds, group, ignore_index, flags) -> RowOptions:
+    first, valid = shard_bounds(logits.shape[-1], *bounds, group)
+    return RowOptions(inverse_rows, *scales, first, valid, bounds[2], ignore_index, *flags[:4])
+
+
+def _ids(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``index`` as ``[rows, K]``."""
+    if index.dim() == logits.dim():
+        return index.reshape(count_rows(logits), index.shape[-1])
+    return index.reshape(-1, 1)
+
+
+def _row_stats(logits, index, inverse_rows, scales, bounds, group, ignore_index, flags):
+    """Returns ``(logp, lse, entropy, mean_logp, is_argmax, saved)``.
 
     Args:
         logits: ``[..., V_local]``, N rows in all.
-        index: int64 ``[N, K]``.
+        index: int64 ``[...]`` or ``[..., K]``, contiguous; the shape of ``logp`` and of ``is_argmax`` (bool).
+
+    ``lse``, ``entropy`` and ``mean_logp`` have shape ``[...]``, the last two ``[0]`` where not asked for; ``saved`` is
+    ``[2N + 1]``: m, log s and the size of the vocabulary.
     """
-    first, valid = shard_bounds(logits.shape[-1], start, end, total, group)
-    options = RowOptions(
-        inverse_rows, inverse, softcap, first, valid, total, ignore_index, entropy, mean, exclude, skip_ignored
-    )
+    options = _options(logits, inverse_rows, scales, bounds, group, ignore_index, flags)
+    ids = _ids(logits, index)
     if triton_usable(logits, index):
         from .kernels import row_stats as kernels
 
-        packed = kernels.local_row_stats(logits, index, options)
-        results = kernels.combine_row_stats(gather_packed(packed, group), index, options)
+        if group:
+            packed = kernels.local_row_stats(logits, ids, options)
+            results = kernels.combine_row_stats(gather_packed(packed, group), ids, options)
+        else:
+            results = kernels.whole_row_stats(logits, ids, options)
     else:
-        packed = local_row_stats(logits, index, options)
-        results = combine_row_stats(gather_packed(packed, group), index, options)
-    return _as_tuple(results)
-
-
-def _as_tuple(results: RowResults):
+        packed = local_row_stats(logits, ids, options)
+        results = combine_row_stats(gather_packed(packed, group), ids, options)
+    lead = logits.shape[:-1]
     return (
-        results.logp,
-        results.lse,
-        results.entropy,
-        results.mean_logp,
-        results.is_argmax,
+        results.logp.view(index.shape),
+        results.lse.view(lead),
+        results.entropy.view(lead if options.entropy else 0),
+        results.mean_logp.view(lead if options.mean else 0),
+        results.is_argmax.view(index.shape),
         results.saved,
     )
 
 
-@vocab_row_stats.register_fake
-def _(
-    logits,
-    index,
-    inverse_rows,
-    inverse,
-    softcap,
-    start,
-    end,
-    total,
-    group,
-    ignore,
-    entropy,
-    mean,
-    exclude,
-    skip,
-    inplace,
-):
-    rows, dtype = count_rows(logits), accumulator_dtype(logits)
-    per_row = [logits.new_empty(rows if wanted else 0, dtype=dtype) for wanted in (True, entropy, mean)]
+def _row_stats_fake(logits, index, inverse_rows, scales, bounds, group, ignore_index, flags):
+    lead, dtype = logits.shape[:-1], accumulator_dtype(logits)
+    per_row = [logits.new_empty(lead if wanted else (0,), dtype=dtype) for wanted in (True, flags[0], flags[1])]
     logp = logits.new_empty(index.shape, dtype=dtype)
     is_argmax = logits.new_empty(index.shape, dtype=torch.bool)
-    return logp, *per_row, is_argmax, logits.new_empty(2 * rows + 1, dtype=dtype)
+    return logp, *per_row, is_argmax, logits.new_empty(2 * count_rows(logits) + 1, dtype=dtype)
 
 
-def _run_backward(out, logits, index, saved, entropy_value, gradients, inverse_rows, inverse, softcap, bounds, flags):
-    start, end, total, group = bounds
-    ignore_index, exclude, skip_ignored = flags
-    first, valid = shard_bounds(logits.shape[-1], start, end, total, group)
-    options = RowOptions(
-        inverse_rows, inverse, softcap, first, valid, total, ignore_index, exclude=exclude, skip_ignored=skip_ignored
-    )
-    upstream = RowGradients(*(None if g is None else g.contiguous() for g in gradients))
+def _write_gradient(out, logits, index, saved, entropy, gradients, *settings):
+    options = _options(logits, *settings)
+    upstream = RowGradients(*(None if g is None else g.contiguous().view(-1) for g in gradients))
+    ids = _ids(logits, index)
     if triton_usable(logits, index):
         from .kernels import row_stats as kernels
 
-        kernels.row_stats_backward(logits, index, saved, entropy_value, upstream, options, out)
+        kernels.row_stats_backward(logits, ids, saved, entropy, upstream, options, out)
     else:
-        row_stats_backward(logits, index, saved, entropy_value, upstream, options, out)
+        row_stats_backward(logits, ids, saved, entropy.view(-1), upstream, options, out)
 
 
-@torch.library.custom_op(
-    "autosp::vocab_row_stats_backward", mutates_args=(), schema=f"(Tensor logits, {_BACKWARD}, {_OPTIONS}) -> Tensor"
-)
-def vocab_row_stats_backward(
-    logits,
-    index,
-    saved,
-    entropy_value,
-    g_logp,
-    g_lse,
-    g_entropy,
-    g_mean,
-    inverse_rows,
-    inverse,
-    softcap,
-    start,
-    end,
-    total,
-    group,
-    ignore_index,
-    entropy,
-    mean,
-    exclude,
-    skip_ignored,
-):
+def _row_stats_backward(logits, index, saved, entropy, g_logp, g_lse, g_entropy, g_mean, *settings):
     """Gradient of the logits, contiguous, in their shape and dtype."""
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    gradients = (g_logp, g_lse, g_entropy, g_mean)
-    bounds, flags = (start, end, total, group), (ignore_index, exclude, skip_ignored)
-    _run_backward(out, logits, index, saved, entropy_value, gradients, inverse_rows, inverse, softcap, bounds, flags)
+    _write_gradient(out, logits, index, saved, entropy, (g_logp, g_lse, g_entropy, g_mean), *settings)
     return out
 
 
-@vocab_row_stats_backward.register_fake
-def _(logits, *rest):
-    return logits.new_empty(logits.shape)
-
-
-@torch.library.custom_op(
-    "autosp::vocab_row_stats_backward_",
-    mutates_args=("logits",),
-    schema=f"(Tensor(a!) logits, {_BACKWARD}, {_OPTIONS}) -> ()",
-)
-def vocab_row_stats_backward_(
-    logits,
-    index,
-    saved,
-    entropy_value,
-    g_logp,
-    g_lse,
-    g_entropy,
-    g_mean,
-    inverse_rows,
-    inverse,
-    softcap,
-    start,
-    end,
-    total,
-    group,
-    ignore_index,
-    entropy,
-    mean,
-    exclude,
-    skip_ignored,
-):
+def _row_stats_backward_inplace(logits, index, saved, entropy, g_logp, g_lse, g_entropy, g_mean, *settings):
     """Write the gradient over the (contiguous) logits."""
-    gradients = (g_logp, g_lse, g_entropy, g_mean)
-    bounds, flags = (start, end, total, group), (ignore_index, exclude, skip_ignored)
-    _run_backward(logits, logits, index, saved, entropy_value, gradients, inverse_rows, inverse, softcap, bounds, flags)
-
-
-@vocab_row_stats_backward_.register_fake
-def _(logits, *rest):
-    return None
+    _write_gradient(logits, logits, index, saved, entropy, (g_logp, g_lse, g_entropy, g_mean), *settings)
 
 
 def _setup_context(ctx, inputs, output):
-    logits, index, inverse_rows, inverse, softcap, *rest, inplace = inputs
-    _, _, entropy_value, _, is_argmax, saved = output
+    logits, index, inverse_rows, *rest = inputs
+    _, _, entropy, _, is_argmax, saved = output
     ctx.mark_non_differentiable(is_argmax, saved)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, index, saved, entropy_value, inverse_rows)
-    ctx.scalars = (inverse, softcap, *rest)
-    ctx.inplace = inplace
+    ctx.save_for_backward(logits, index, saved, entropy, inverse_rows)
+    ctx.settings = rest
 
 
 def _backward(ctx, g_logp, g_lse, g_entropy, g_mean, _g_argmax, _g_saved):
-    logits, index, saved, entropy_value, inverse_rows = ctx.saved_tensors
-    arguments = (index, saved, entropy_value, g_logp, g_lse, g_entropy, g_mean, inverse_rows, *ctx.scalars)
-    if not ctx.needs_input_grad[0] or all(g is None for g in (g_logp, g_lse, g_entropy, g_mean)):
+    logits, index, saved, entropy, inverse_rows = ctx.saved_tensors
+    upstream = (g_logp, g_lse, g_entropy, g_mean)
+    arguments = (index, saved, entropy, *upstream, inverse_rows, *ctx.settings)
+    if not ctx.needs_input_grad[0] or all(g is None for g in upstream):
         grad = None
-    elif ctx.inplace:
-        if torch.is_grad_enabled():
-            refuse_double_backward()
+    elif Flags(*ctx.settings[-1]).inplace:
         vocab_row_stats_backward_(logits, *arguments)
+        torch.autograd.graph.increment_version(logits)
         grad = logits.detach()
     else:
         grad = vocab_row_stats_backward(logits, *arguments)
-    return (grad, *([None] * 14))
+    return (first_derivative(grad, logits, *upstream), *([None] * 7))
 
 
-vocab_row_stats.register_autograd(_backward, setup_context=_setup_context)
-
-
-def refuse_double_backward(*_):
-    """The derivative of a gradient operator: always an error.
-
-    Raises:
-        UnsupportedGraphError: always.
-    """
-    raise UnsupportedGraphError(
-        "the gradient of a vocabulary-parallel loss cannot be differentiated again",
-        operator="autosp vocabulary-parallel backward",
-        remedy="use the plain PyTorch formula for second derivatives, or detach the first gradient.",
-    )
-
-
-vocab_row_stats_backward.register_autograd(refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
+vocab_row_stats = register(
+    f"vocab_row_stats(Tensor logits, Tensor index, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _row_stats,
+    _row_stats_fake,
+    _backward,
+    _setup_context,
+)
+_GRADIENT_ARGUMENTS = (
+    "Tensor index, Tensor saved, Tensor entropy, Tensor? g_logp, Tensor? g_lse, Tensor? g_entropy, Tensor? g_mean"
+)
+vocab_row_stats_backward = register(
+    f"vocab_row_stats_backward(Tensor logits, {_GRADIENT_ARGUMENTS}, {_SETTINGS}) -> Tensor",
+    _row_stats_backward,
+    lambda logits, *_: logits.new_empty(logits.shape),
+)
+vocab_row_stats_backward_ = register(
+    f"vocab_row_stats_backward_(Tensor(a!) logits, {_GRADIENT_ARGUMENTS}, {_SETTINGS}) -> ()",
+    _row_stats_backward_inplace,
+    lambda logits, *_: None,
+)

@@ -9,7 +9,7 @@ so that ``0 * inf`` never appears. The Triton kernels in ``kernels/`` compute th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ from .rows import accumulator_dtype, row_view
 PACKED_FIELDS = 4  # m, s, w, c; then one u per id. The shard's size and first id follow after the last row.
 
 
-@dataclass(frozen=True)
-class RowOptions:
+class RowOptions(NamedTuple):
     """What a call of the row-statistics operator asks for.
 
     Args:
@@ -54,8 +53,7 @@ class RowOptions:
         return self.inverse if self.inverse_rows is None else self.inverse_rows[rows].unsqueeze(-1)
 
 
-@dataclass(frozen=True)
-class RowResults:
+class RowResults(NamedTuple):
     """Outputs of the row-statistics operator, see ``row_stats_op``."""
 
     logp: torch.Tensor
@@ -186,8 +184,7 @@ def _poison(valid: torch.Tensor, start: torch.Tensor, total: torch.Tensor, optio
     return torch.where(good, torch.zeros_like(total), torch.full_like(total, torch.nan))
 
 
-@dataclass(frozen=True)
-class RowGradients:
+class RowGradients(NamedTuple):
     """Upstream gradients per row; None where the loss does not depend on that output."""
 
     logp: torch.Tensor | None
@@ -236,7 +233,7 @@ def row_stats_backward(
 def _coefficients(index: torch.Tensor, entropy: torch.Tensor, upstream: RowGradients, options: RowOptions, total):
     rows = index.shape[0]
     zero = total.new_zeros(rows)
-    d = upstream.logp if upstream.logp is not None else total.new_zeros(index.shape)
+    d = upstream.logp.view(index.shape) if upstream.logp is not None else total.new_zeros(index.shape)
     d = torch.where(index == options.ignore_index, torch.zeros_like(d), d)
     invalid = (index != options.ignore_index) & ((index < 0) | (index >= total))
     d = torch.where(invalid & (d != 0), torch.full_like(d, torch.nan), d)

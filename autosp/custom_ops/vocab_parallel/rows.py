@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ _CHUNK_ELEMENTS_DEVICE = 1 << 23
 _VECTOR = _VECTOR_BYTES = 16
 
 
-@dataclass(frozen=True)
-class RowView:
+class RowView(NamedTuple):
     """Row ``r`` of ``tensor`` starts at ``(r // inner) * outer_stride + (r % inner) * inner_stride`` elements.
 
     Two strides address ``logits[:, :-1]`` of a ``[B, S, V]`` tensor in place; columns are always adjacent.
@@ -51,15 +50,14 @@ def accumulator_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 def count_rows(logits: torch.Tensor) -> int:
     """How many rows ``logits`` of shape ``[..., V]`` has; works on fake tensors with symbolic sizes."""
-    rows = 1
-    for size in logits.shape[:-1]:
-        rows = rows * size
-    return rows
+    return math.prod(logits.shape[:-1])
 
 
 def row_view(logits: torch.Tensor) -> RowView:
     """View ``[..., V]`` as rows without a copy where two strides suffice; otherwise through one contiguous copy."""
     rows, cols = count_rows(logits), logits.shape[-1]
+    if logits.is_contiguous():
+        return RowView(logits, rows, cols, max(1, rows), 0, cols)
     dims = _merged_leading_dims(logits)
     if (logits.stride(-1) != 1 and cols > 1) or len(dims) > 2:
         logits = logits.contiguous()

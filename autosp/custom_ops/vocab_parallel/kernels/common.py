@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+_HERE = contextlib.nullcontext()
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -90,9 +91,10 @@ def row_offset(row, inner, outer_stride, inner_stride):
 
 def on_device_of(tensor: torch.Tensor):
     """Launch where ``tensor`` lives, whatever the current device is."""
-    if tensor.device.type == "cpu":
-        return contextlib.nullcontext()
-    return getattr(torch, tensor.device.type).device(tensor.device)
+    device = tensor.device
+    if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
+        return _HERE
+    return getattr(torch, device.type).device(device)
 
 
 def hardware_log2(tensor: torch.Tensor) -> bool:

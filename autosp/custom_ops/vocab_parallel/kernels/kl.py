@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..divergence_plain import KL_FIELDS, PairOptions
-from ..rows import lane_view, row_view
+from ..rows import count_rows, lane_view, row_view
 from .common import (
     LN2,
     LOG2E,
@@ -49,12 +49,15 @@ def _update(u_p, u_q, m_p, s_p, m_q, s_q, acc, scale):
     return n_p, s_p, n_q, s_q, acc
 
 
-@triton.jit(do_not_specialize=["unknown"])
+@triton.jit(do_not_specialize=["n_rows", "unknown"])
 def kl_forward_kernel(
     p_ptr,
     q_ptr,
     inverse_ptr,
     packed_ptr,
+    kl_ptr,
+    saved_ptr,
+    n_rows,
     n_cols,
     p_inner,
     p_outer_stride,
@@ -66,6 +69,7 @@ def kl_forward_kernel(
     softcap,
     unknown,
     VECTORS: tl.constexpr,
+    WHOLE: tl.constexpr,
     PER_ROW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -76,7 +80,8 @@ def kl_forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     p_row = lane_start(p_ptr + row_offset(row, p_inner, p_outer_stride, p_inner_stride), unknown, VECTORS)
     q_row = lane_start(q_ptr + row_offset(row, q_inner, q_outer_stride, q_inner_stride), unknown, VECTORS)
-    scale = row_inverse(inverse_ptr, inverse, row, PER_ROW) * LOG2E
+    k = row_inverse(inverse_ptr, inverse, row, PER_ROW)
+    scale = k * LOG2E
     TILE: tl.constexpr = DEPTH * LANES
     tile = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     m_p = tl.full([LANES], LOWEST, tl.float32)
@@ -103,12 +108,24 @@ def kl_forward_kernel(
     shift_q = m_q - top_q
     keep = tl.exp2(shift_p * scale)
     moved = weighted(s_p, shift_p - shift_q)
-    out = packed_ptr + row * 5
-    tl.store(out, top_p)
-    tl.store(out + 1, tl.sum(s_p * keep, axis=0))
-    tl.store(out + 2, top_q)
-    tl.store(out + 3, tl.sum(s_q * tl.exp2(shift_q * scale), axis=0))
-    tl.store(out + 4, tl.sum(weighted(keep, acc + moved), axis=0))
+    row_s_p = tl.sum(s_p * keep, axis=0)
+    row_s_q = tl.sum(s_q * tl.exp2(shift_q * scale), axis=0)
+    row_acc = tl.sum(weighted(keep, acc + moved), axis=0)
+    if WHOLE:
+        log_p = tl.log2(row_s_p) * LN2
+        log_q = tl.log2(row_s_q) * LN2
+        tl.store(kl_ptr + row, row_acc / row_s_p * k - (log_p - log_q))
+        tl.store(saved_ptr + row, top_p)
+        tl.store(saved_ptr + n_rows + row, log_p)
+        tl.store(saved_ptr + 2 * n_rows + row, top_q)
+        tl.store(saved_ptr + 3 * n_rows + row, log_q)
+    else:
+        out = packed_ptr + row * 5
+        tl.store(out, top_p)
+        tl.store(out + 1, row_s_p)
+        tl.store(out + 2, top_q)
+        tl.store(out + 3, row_s_q)
+        tl.store(out + 4, row_acc)
 
 
 @triton.jit(do_not_specialize=["n_ranks", "n_rows"])
@@ -239,26 +256,43 @@ def element_bytes(p: torch.Tensor, q: torch.Tensor) -> int:
 
 def local_kl_stats(p: torch.Tensor, q: torch.Tensor, options: PairOptions) -> torch.Tensor:
     """As ``divergence_plain.local_kl_stats``, in one read of each."""
-    a, b, vectors, strides = pair_arguments(p, q, reduces=True)
-    packed = torch.empty(a.rows * KL_FIELDS, dtype=torch.float32, device=p.device)
-    if a.rows:
-        with on_device_of(p):
-            kl_forward_kernel[(a.rows,)](
-                a.tensor,
-                b.tensor,
-                pointer_or(options.inverse_rows, packed),
-                packed,
-                options.valid,
-                *strides,
-                options.inverse,
-                options.softcap,
-                0,
-                VECTORS=vectors,
-                PER_ROW=options.inverse_rows is not None,
-                SOFTCAP=options.softcap != 0.0,
-                **FORWARD[element_bytes(p, q)],
-            )
+    packed = torch.empty(count_rows(p) * KL_FIELDS, dtype=torch.float32, device=p.device)
+    _forward(p, q, options, packed, packed, packed, whole=False)
     return packed
+
+
+def whole_kl_stats(p: torch.Tensor, q: torch.Tensor, options: PairOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both steps in one launch, for a vocabulary that is not sharded."""
+    rows = count_rows(p)
+    kl, saved = (torch.empty(shape, dtype=torch.float32, device=p.device) for shape in ((rows,), (4, rows)))
+    _forward(p, q, options, saved, kl, saved, whole=True)
+    return kl, saved
+
+
+def _forward(p, q, options: PairOptions, packed, kl, saved, whole: bool) -> None:
+    a, b, vectors, strides = pair_arguments(p, q, reduces=True)
+    if a.rows == 0:
+        return
+    with on_device_of(p):
+        kl_forward_kernel[(a.rows,)](
+            a.tensor,
+            b.tensor,
+            pointer_or(options.inverse_rows, packed),
+            packed,
+            kl,
+            saved,
+            a.rows,
+            options.valid,
+            *strides,
+            options.inverse,
+            options.softcap,
+            0,
+            VECTORS=vectors,
+            WHOLE=whole,
+            PER_ROW=options.inverse_rows is not None,
+            SOFTCAP=options.softcap != 0.0,
+            **FORWARD[element_bytes(p, q)],
+        )
 
 
 def combine_kl_stats(gathered: torch.Tensor, options: PairOptions) -> tuple[torch.Tensor, torch.Tensor]:

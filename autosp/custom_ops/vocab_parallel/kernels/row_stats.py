@@ -24,16 +24,45 @@ _COMBINE_ROWS = 32
 
 def local_row_stats(logits: torch.Tensor, index: torch.Tensor, options: RowOptions) -> torch.Tensor:
     """As ``row_stats_plain.local_row_stats``, in one read."""
-    (view, vectors), ids = lane_view(logits), index.shape[1]
-    packed = torch.empty(view.rows * (PACKED_FIELDS + ids) + 2, dtype=torch.float32, device=logits.device)
-    if view.rows == 0:
+    rows, ids = index.shape
+    if rows == 0:
         return torch.tensor([options.valid, options.start], dtype=torch.float32, device=logits.device)
+    packed = torch.empty(rows * (PACKED_FIELDS + ids) + 2, dtype=torch.float32, device=logits.device)
+    _forward(logits, index, options, packed, RowResults(*[packed] * 6), whole=False)
+    return packed
+
+
+def whole_row_stats(logits: torch.Tensor, index: torch.Tensor, options: RowOptions) -> RowResults:
+    """Both steps in one launch, for a vocabulary that is not sharded."""
+    results = _empty_results(index, options)
+    if index.shape[0]:
+        _forward(logits, index, options, results.saved, results, whole=True)
+    else:
+        results.saved.fill_(options.valid)
+    return results
+
+
+def _forward(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    options: RowOptions,
+    packed: torch.Tensor,
+    results: RowResults,
+    whole: bool,
+) -> None:
+    (view, vectors), ids = lane_view(logits), index.shape[1]
     with on_device_of(logits):
         row_stats_forward_kernel[(view.rows,)](
             view.tensor,
             index,
             pointer_or(options.inverse_rows, packed),
             packed,
+            results.logp,
+            results.lse,
+            results.entropy,
+            results.mean_logp,
+            results.is_argmax.view(torch.uint8) if whole else packed,
+            results.saved,
             view.rows,
             options.valid,
             view.inner,
@@ -46,6 +75,7 @@ def local_row_stats(logits: torch.Tensor, index: torch.Tensor, options: RowOptio
             options.ignore_index,
             0,
             VECTORS=vectors,
+            WHOLE=whole,
             PER_ROW=options.inverse_rows is not None,
             SOFTCAP=options.softcap != 0.0,
             ENTROPY=options.entropy,
@@ -55,17 +85,15 @@ def local_row_stats(logits: torch.Tensor, index: torch.Tensor, options: RowOptio
             IDS=triton.next_power_of_2(ids) if ids else 0,
             **FORWARD[logits.element_size()],
         )
-    return packed
 
 
-def combine_row_stats(gathered: torch.Tensor, index: torch.Tensor, options: RowOptions) -> RowResults:
-    """As ``row_stats_plain.combine_row_stats``."""
+def _empty_results(index: torch.Tensor, options: RowOptions) -> RowResults:
     rows, ids = index.shape
 
     def new(*shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=index.device)
 
-    results = RowResults(
+    return RowResults(
         logp=new(rows, ids),
         lse=new(rows),
         entropy=new(rows if options.entropy else 0),
@@ -73,6 +101,12 @@ def combine_row_stats(gathered: torch.Tensor, index: torch.Tensor, options: RowO
         is_argmax=new(rows, ids, dtype=torch.bool),
         saved=new(2 * rows + 1),
     )
+
+
+def combine_row_stats(gathered: torch.Tensor, index: torch.Tensor, options: RowOptions) -> RowResults:
+    """As ``row_stats_plain.combine_row_stats``."""
+    rows, ids = index.shape
+    results = _empty_results(index, options)
     with on_device_of(index):
         row_stats_combine_kernel[(max(1, triton.cdiv(rows, _COMBINE_ROWS)),)](
             gathered,
