@@ -189,6 +189,6 @@ def check_group(group: Any, argument: str = "tp_group") -> str:
 def _positive(value: Any, name: str) -> float:
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise InputError(f"{name} must be a positive finite number, got {value!r}.")
-    if not math.isfinite(value) or value <= 0:
+    if not 0.0 < value < math.inf:
         raise InputError(f"{name} must be a positive finite number, got {value!r}.")
     return float(value)

@@ -141,11 +141,13 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, g_logp, g_lse, g_entropy, g_mean, _g_argmax, _g_saved):
     logits, index, saved, entropy, inverse_rows = ctx.saved_tensors
-    upstream = (g_logp, g_lse, g_entropy, g_mean)
+    flags = Flags(*ctx.settings[-1])
+    # Under AOTAutograd the outputs of size 0 have gradients too, of size 0.
+    upstream = (g_logp, g_lse, g_entropy if flags.entropy else None, g_mean if flags.mean else None)
     arguments = (index, saved, entropy, *upstream, inverse_rows, *ctx.settings)
     if not ctx.needs_input_grad[0] or all(g is None for g in upstream):
         grad = None
-    elif Flags(*ctx.settings[-1]).inplace:
+    elif flags.inplace:
         vocab_row_stats_backward_(logits, *arguments)
         torch.autograd.graph.increment_version(logits)
         grad = logits.detach()
