@@ -25,11 +25,11 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 def capped(x, softcap, SOFTCAP: tl.constexpr):
     """``softcap * tanh(x / softcap)`` in float32, by a series near 0 where the exponential form cancels."""
     if SOFTCAP:
-        y = x / softcap
+        y = x * (1.0 / softcap)
         t = tl.exp2(tl.abs(y) * (-2.0 * LOG2E))
         y2 = y * y
         series = tl.abs(y) * (1.0 - y2 * (1.0 / 3.0) + y2 * y2 * (2.0 / 15.0))
-        tanh = tl.where(y2 < 0.01, series, (1.0 - t) / (1.0 + t))
+        tanh = tl.where(y2 < 0.01, series, (1.0 - t) * (1.0 / (1.0 + t)))
         x = softcap * tl.where(y < 0, -tanh, tanh)
     return x
 
@@ -37,8 +37,9 @@ def capped(x, softcap, SOFTCAP: tl.constexpr):
 @triton.jit
 def cap_slope(x, softcap):
     """``1 - tanh(x / softcap)^2 = 4 t / (1 + t)^2`` with ``t = exp(-2 |x / softcap|)``: no cancellation."""
-    t = tl.exp2(tl.abs(x / softcap) * (-2.0 * LOG2E))
-    return 4.0 * t / ((1.0 + t) * (1.0 + t))
+    t = tl.exp2(tl.abs(x * (1.0 / softcap)) * (-2.0 * LOG2E))
+    r = 1.0 / (1.0 + t)
+    return 4.0 * t * r * r
 
 
 @triton.jit
