@@ -41,11 +41,11 @@ _COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
 
 
 def autosp_functions(tp_group: Any = None) -> dict[str, Callable]:
-    """The operators under test, each ``(student, teacher, target) -> tensor``."""
+    """The operators under test, each ``(student, teacher, target) -> tensor`` or a tuple of differentiable ones."""
 
     def token_stats(x, _, t):
         stats = vp.vocab_parallel_token_stats(x, t, tp_group)
-        return torch.stack([stats.logprob, stats.entropy, stats.lse])
+        return stats.logprob, stats.entropy, stats.lse
 
     return {
         "logprobs": lambda x, _, t: vp.vocab_parallel_logprobs(x, t, tp_group),
@@ -80,7 +80,7 @@ def eager_functions() -> dict[str, Callable]:
     def token_stats(x, _, t):
         logp = F.log_softmax(x.float(), -1)
         lse = torch.logsumexp(x.float(), -1)
-        return torch.stack([logp.gather(-1, t[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1), lse])
+        return logp.gather(-1, t[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1), lse
 
     return {
         "logprobs": logprobs,
@@ -174,11 +174,16 @@ def measure(function: Callable, student, teacher, target) -> tuple[float, float,
     """``(device ms of forward + backward, host ms, extra MiB)``; the memory is None where the device has no count."""
     device = student.device
     student.requires_grad_()
-    upstream = torch.randn_like(function(student, teacher, target), dtype=torch.float32)
+
+    def outputs():
+        result = function(student, teacher, target)
+        return result if isinstance(result, tuple) else (result,)
+
+    upstream = [torch.randn_like(output) for output in outputs()]
 
     def step():
-        output = function(student, teacher, target)
-        return torch.autograd.grad(output, student, upstream.to(output.dtype)), output
+        results = outputs()
+        return torch.autograd.grad(results, student, upstream)[0], results
 
     elapsed = milliseconds(step, device)
     host = host_milliseconds(step, device)
@@ -188,10 +193,10 @@ def measure(function: Callable, student, teacher, target) -> tuple[float, float,
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
-        (gradient,), output = step()
+        gradient, results = step()
         torch.cuda.synchronize(device)
         peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
-        extra = (peak - before - gradient.nbytes - output.nbytes) / 2**20
+        extra = (peak - before - gradient.nbytes - sum(output.nbytes for output in results)) / 2**20
     return elapsed, host, extra
 
 
