@@ -22,7 +22,7 @@ from .common import (
 )
 from .kl import element_bytes, pair_arguments
 
-# By bytes of an element of the wider input, from the sweeps in docs/benchmarks_losses.md.
+# By bytes of an element of the narrower input, from the sweeps in docs/benchmarks_losses.md.
 FORWARD = {
     2: dict(BLOCK=1024, STAGES=1, EVICT="", num_warps=4),
     4: dict(BLOCK=4096, STAGES=2, EVICT="", num_warps=8),

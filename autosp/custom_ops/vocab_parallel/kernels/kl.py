@@ -23,7 +23,7 @@ from .common import (
     weighted,
 )
 
-# By bytes of an element of the wider input, from the sweeps in docs/benchmarks_losses.md.
+# By bytes of an element of the narrower input, from the sweeps in docs/benchmarks_losses.md.
 FORWARD = {
     2: dict(DEPTH=4, LANES=1024, STAGES=3, EVICT="", num_warps=4),
     4: dict(DEPTH=4, LANES=512, STAGES=1, EVICT="", num_warps=4),
@@ -250,8 +250,12 @@ def pair_arguments(p: torch.Tensor, q: torch.Tensor, reduces: bool):
 
 
 def element_bytes(p: torch.Tensor, q: torch.Tensor) -> int:
-    """Bytes of an element of the wider input, which choose the block sizes."""
-    return max(p.element_size(), q.element_size())
+    """Bytes of an element of the narrower input, which choose the block sizes.
+
+    A lane loads 16 bytes, so the narrower one needs the wider tile: in a tile that is too narrow for its vectors, the
+    maximum of every tile would cross warps.
+    """
+    return min(p.element_size(), q.element_size())
 
 
 def local_kl_stats(p: torch.Tensor, q: torch.Tensor, options: PairOptions) -> torch.Tensor:
