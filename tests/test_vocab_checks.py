@@ -51,6 +51,14 @@ CASES = {
     "negative bound": (lambda: vocab_parallel_logprobs(X, T, "g", -1, 9), "non-negative integer"),
     "float bound": (lambda: vocab_parallel_logprobs(X, T, "g", 1.0, 9), "non-negative integer"),
     "vocabulary too large": (lambda: vocab_parallel_logprobs(X, T, "g", 0, 1 << 24), "largest vocabulary"),
+    "too many columns": (
+        lambda: vocab_parallel_entropy(torch.empty(1, 1 << 24, device="meta")),
+        "the largest vocabulary supported is 16777215",
+    ),
+    "size against bounds": (
+        lambda: vocab_parallel_logprobs(X, T, None, 0, 8, global_vocab_size=9),
+        "the ids end at 8",
+    ),
     "vocabulary without a group": (
         lambda: vocab_parallel_logprobs(X, T, global_vocab_size=9),
         "exceeds the 8 columns",

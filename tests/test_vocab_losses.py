@@ -502,6 +502,17 @@ def test_autocast_changes_nothing():
     assert leaf.grad.dtype == weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_float64_gradients_by_finite_differences(name):
+    x, y = draw((2,), 6, torch.float64), draw((2,), 6, torch.float64, seed=5)
+    ids = torch.tensor([[0, 3, 5], [1, 2, -100]])
+    teacher = torch.full((2, 3), 0.2, dtype=torch.float64).log()
+    ours, _, number = losses(torch.tensor([4, -100]), ids, ids, teacher, softcap=4.0, temperature=0.8)[name]
+    inputs = [t.requires_grad_() for t in (x, y)[:number]]
+    assert ours(*inputs).dtype == torch.float64
+    torch.autograd.gradcheck(ours, inputs)
+
+
 def test_int32_ids_and_one_dimension():
     x, target = draw((2,), 12), torch.tensor([3, 4], dtype=torch.int32)
     assert torch.equal(vocab_parallel_logprobs(x, target), vocab_parallel_logprobs(x, target.long()))

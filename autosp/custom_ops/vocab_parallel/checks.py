@@ -127,11 +127,15 @@ def check_bounds(logits: torch.Tensor, group: str, start: Any, end: Any, total: 
             whole vocabulary where there is no group, or a vocabulary of 2**24 ids or more.
     """
     columns = logits.shape[-1]
+    if columns >= _MAX_VOCABULARY:
+        raise InputError(
+            f"the logits have {columns} columns; the largest vocabulary supported is {_MAX_VOCABULARY - 1}."
+        )
     for name, value in (("vocab_start_index", start), ("vocab_end_index", end), ("global_vocab_size", total)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0):
             raise InputError(f"{name} must be a non-negative integer or None, got {value!r}.")
         if value is not None and value >= _MAX_VOCABULARY:
-            raise InputError(f"{name}={value} is not below {_MAX_VOCABULARY}, the largest vocabulary supported.")
+            raise InputError(f"{name}={value} exceeds {_MAX_VOCABULARY - 1}, the largest vocabulary supported.")
     if start is None and end is not None:
         if group:
             raise InputError("vocab_end_index needs vocab_start_index when a tp_group is given.")
