@@ -26,6 +26,7 @@ _WHAT_DIFFERS = {
     "step": "were given different inputs for the same step",
     "model": "hold different models",
 }
+_COMPILES_WHILE_ANOTHER_STEPS = "One rank compiles while another runs what it has compiled already"
 _REMEDY = {
     "compile": "Give every rank of the group the same model, the same code and inputs of the same shapes and dtypes.",
     "step": (
@@ -44,7 +45,8 @@ def agree(state: AutoSPState, kind: str, payload: bytes | Mapping[str, bytes], *
 
     Args:
         state: as `autosp.initialize` returns it.
-        kind: where in its life the program is: "compile", "step", "model" or another word of at most 32 bytes.
+        kind: where in its life the program is: "compile", "refused" (in place of "compile", by a rank that is about to
+            raise), "step", "model" or another word of at most 32 bytes.
         payload: what must be equal; with a mapping, the error names the entries that differ.
         detail: a few words about this rank's payload for the error message ("input_ids int64 (2, 16)").
 
@@ -102,9 +104,9 @@ def _describe(state: AutoSPState, reports: list[tuple[str, dict[str, str], str]]
     if len(kinds) > 1:
         places = ", ".join(f"rank {rank} at {kind!r}" for rank, (kind, _, _) in zip(ranks, reports, strict=True))
         lines = [
-            f"ranks of the sequence group {list(ranks)} are at different points of the program: {places}. One rank "
-            "compiles while another runs what it has compiled already: they were given inputs of different shapes or "
-            "dtypes, or run different code.",
+            f"ranks of the sequence group {list(ranks)} are at different points of the program: {places}. "
+            + ("A rank refused what another accepts" if "refused" in kinds else _COMPILES_WHILE_ANOTHER_STEPS)
+            + ": they were given inputs of different shapes or dtypes, or run different code.",
             _REMEDY["compile"],
         ]
     else:

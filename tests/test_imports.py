@@ -25,11 +25,13 @@ MAX_LINES = 400
 ALLOWED = {
     "config": {"errors"},
     "errors": set(),
-    "inputs": {"errors"},
+    "location": {"errors"},
+    "dynamo_settings": {"errors"},
+    "inputs": {"dynamo_settings", "errors"},
     "agreement": {"errors", "mesh"},
-    "mesh": {"agreement", "config", "errors"},
-    "layout.": {"layout", "errors"},
-    "passes.": {"layout", "custom_ops", "errors"},
+    "mesh": {"agreement", "config", "dynamo_settings", "errors"},
+    "layout.": {"errors", "layout", "location"},
+    "passes.": {"custom_ops", "errors", "layout", "location"},
 }
 # Package -> autosp modules it must never import.
 FORBIDDEN = {"custom_ops.": {"passes", "layout", "backend"}}

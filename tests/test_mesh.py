@@ -242,6 +242,11 @@ def test_one_rank_compiles_while_another_steps(ranks: RankPool) -> None:
     assert "One rank compiles while another runs what it has compiled already" in messages[0]
 
 
+def test_a_rank_that_refuses_does_not_keep_the_others_waiting(ranks: RankPool) -> None:
+    messages = ranks.run(compare, {-1: "compile", 2: "refused"}, {-1: b"1"}, {-1: ""}, world_size=3)
+    assert all("rank 2 at 'refused'" in m and "A rank refused what another accepts: they were" in m for m in messages)
+
+
 def test_a_kind_that_is_no_short_word_is_refused() -> None:
     state = autosp.initialize({})
     for kind in ("", "x" * 33):
