@@ -21,8 +21,8 @@ from autosp.custom_ops.vocab_parallel import (
 )
 
 INF = float("inf")
-# (absolute error of a result over 1 + its largest value, error of a gradient over its largest value). Gradients are rounded
-# once, to nearest; Triton's interpreter cuts bfloat16 off instead, which doubles the error.
+# (absolute error of a result over 1 + its largest value, error of a gradient over its largest value). Gradients are
+# rounded once, to nearest; Triton's interpreter cuts bfloat16 off instead, which doubles the error.
 BF16 = 8e-3 if triton_interpreted() else 4e-3
 TOLERANCE = {torch.float32: (2e-6, 5e-5), torch.bfloat16: (2e-6, BF16), torch.float16: (2e-6, 2e-3)}
 
