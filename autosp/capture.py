@@ -113,6 +113,7 @@ def capture_graph(
             graph.
     """
     traced = _trace(_CaptureInterpreter(gm).run, fakes, fake_mode, {})
+    tried: set[Any] = set()
     while True:
         missing = {
             node.target
@@ -120,9 +121,11 @@ def capture_graph(
             if isinstance(node.target, torch._ops.OpOverload)
             and not has_rule(node.target)
             and node.target._can_decompose()
-        }
+        } - tried
         if not missing:
             break
+        # Some decompose into themselves (a size that depends on the values): once is enough.
+        tried |= missing
         table = {op: op.decompose for op in missing}
         traced = _trace(fx.Interpreter(traced).run, fakes, fake_mode, table)
     _refuse_baked_constants(traced)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autosp import mesh
 from autosp.dynamo_settings import ignore_transformers_warnings
 from autosp.errors import InputError
 
@@ -54,8 +55,8 @@ def prepare_autosp_inputs(
     """Tag the inputs of one step and mark their sequence dimensions dynamic, so that a new length does not recompile.
 
     The tensors themselves are returned, in order: ``(input_id, label_id, position_id, attention_mask)``, and when
-    `more` is given a dict of those as a fifth element. A dimension of length 0 or 1 is tagged but not marked dynamic,
-    since torch always compiles those lengths separately.
+    `more` is given a dict of those as a fifth element. A dimension of length 0 or 1, or not longer than the sequence
+    group, is tagged but not marked dynamic, since torch always compiles those lengths separately.
 
     Args:
         input_id: token ids, any integer dtype, usually (batch, sequence). None only if ``inputs_embeds`` is in `more`.
@@ -170,6 +171,9 @@ def _tag_all(tensors: dict[str, Any], seq_dim: SequenceDim) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{key} is a {type(tensor).__name__}; a torch.Tensor is expected")
     dims = _dims(tensors, seq_dim)
+    # torch compiles sizes 0 and 1 separately, and so a length of which each rank gets at most one token.
+    state = mesh.current()
+    shortest = 1 if state is None else max(1, state.sp_size)
     first: dict[int, str] = {}
     for key, dim in dims.items():
         owner = first.setdefault(id(tensors[key]), key)
@@ -179,7 +183,7 @@ def _tag_all(tensors: dict[str, Any], seq_dim: SequenceDim) -> None:
         tensor, dim = tensors[key], dims[key]
         dynamic = (tensor.ndim - 2, tensor.ndim - 1) if _is_square_mask(key, tensor.ndim) else (dim,)
         for index in {dim, *dynamic}:
-            if tensor.shape[index] > 1:
+            if tensor.shape[index] > shortest:
                 torch._dynamo.mark_dynamic(tensor, index)
         setattr(tensor, TAG, (key, dim))
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def user_location(node: fx.Node | Mapping[str, Any]) -> str:
-    """``file:line, in function: code`` of the innermost frame that made the node; empty when the graph carries none."""
+    """``file:line, in function: code`` of the innermost frame outside torch that made the node (inside torch when there
+    is no other); empty when the graph carries none.
+    """
     meta = node.meta if isinstance(node, fx.Node) else node
     lines = (meta.get("stack_trace") or "").strip().splitlines()
-    for index in reversed(range(len(lines))):
-        match = _FRAME.search(lines[index])
-        if match:
-            code = lines[index + 1].strip() if index + 1 < len(lines) else ""
-            where = f"{match.group(1)}:{match.group(2)}, in {match.group(3).strip()}"
-            return f"{where}: {code}" if code else where
-    return ""
+    frames = [(index, match) for index, line in enumerate(lines) if (match := _FRAME.search(line))]
+    users = [frame for frame in frames if not frame[1].group(1).startswith(_TORCH)]
+    if not frames:
+        return ""
+    index, match = (users or frames)[-1]
+    code = lines[index + 1].strip() if index + 1 < len(lines) and not _FRAME.search(lines[index + 1]) else ""
+    where = f"{match.group(1)}:{match.group(2)}, in {match.group(3).strip()}"
+    return f"{where}: {code}" if code else where

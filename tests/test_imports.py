@@ -27,7 +27,7 @@ ALLOWED = {
     "errors": set(),
     "location": {"errors"},
     "dynamo_settings": {"errors"},
-    "inputs": {"dynamo_settings", "errors"},
+    "inputs": {"dynamo_settings", "mesh", "errors"},
     "agreement": {"errors", "mesh"},
     "mesh": {"agreement", "config", "dynamo_settings", "errors"},
     "layout.": {"errors", "layout", "location"},

@@ -25,11 +25,12 @@ IntLike = int | torch.SymInt
 
 def known_equal(a: IntLike, b: IntLike) -> bool:
     """True when ``a == b`` is certain for every size that the guards so far admit; installs no guard."""
-    return bool(statically_known_true(a == b))
+    return bool(statically_known_true(settled(a) == settled(b)))
 
 
 def known_divides(divisor: IntLike, value: IntLike) -> bool:
     """True when ``value`` is certainly a multiple of ``divisor``; installs no guard."""
+    divisor, value = settled(divisor), settled(value)
     if isinstance(divisor, int) and divisor == 0:
         return False
     return bool(statically_known_true(value % divisor == 0))
@@ -163,11 +164,17 @@ def map_view(shard: Shard, source: Sequence[IntLike], target: Sequence[IntLike])
     """
     outer = settled(product(source[: shard.dim]) * shard.outer)
     inner = settled(shard.inner * product(source[shard.dim + 1 :]))
+    found: list[Shard] = []
     for dim in reversed(range(len(target))):
         before, after = product(target[:dim]), product(target[dim + 1 :])
         if not (known_divides(before, outer) and known_divides(after, inner)):
             continue
         new_outer, new_inner = outer // before, inner // after
         if known_equal(target[dim], new_outer * shard.size * new_inner):
-            return replace(shard, dim=dim, outer=new_outer, inner=new_inner)
-    return None
+            found.append(replace(shard, dim=dim, outer=new_outer, inner=new_inner))
+    # A window of one position fits more than one dimension. All are exact; the one that is nothing but the window, at
+    # its old place if it is still there, is the one that the model means.
+    plain = [cut for cut in found if cut.is_unfactored]
+    kept = [cut for cut in plain if cut.dim == shard.dim]
+    rows = [cut for cut in found if known_equal(cut.inner, 1)]
+    return next(iter(kept or plain or rows or found), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -39,6 +40,25 @@ def _storage_root(node: fx.Node) -> fx.Node:
     return node
 
 
+def _in_dtype_of(written: fx.Node, node: fx.Node) -> fx.Node:
+    """``node``, now out of place, cast to the dtype that the write would have kept."""
+    value = written.meta["val"]
+    operands = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
+    if all(operand.dtype == value.dtype for operand in operands):
+        return node
+    with node.graph.inserting_after(node):
+        cast = node.graph.call_function(torch.ops.aten.to.dtype, (node, value.dtype))
+    cast.meta = {**node.meta, "val": value}
+    # Its own value may be wider; the interpreter checks dtypes against it.
+    with value.fake_mode:
+        node.meta["val"] = node.target(*_values(node.args), **_values(node.kwargs))
+    return cast
+
+
+def _values(args: Any) -> Any:
+    return fx.node.map_arg(args, lambda n: n.meta["val"])
+
+
 def functionalize_inplace_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Rewrites: ``y = add_(x, v)`` with ``x`` made in the graph -> ``y = add(x, v)``, later uses of ``x`` reading
     ``y``.
@@ -71,8 +91,11 @@ def functionalize_inplace_pass(gm: fx.GraphModule) -> fx.GraphModule:
     for node, form in plan:
         written = node.args[0]
         node.target = form
-        for user in [user for user in written.users if order[user] > order[node]]:
-            user.replace_input_with(written, node)
+        result = _in_dtype_of(written, node)
+        for user in [user for user in written.users if order.get(user, -1) > order[node]]:
+            user.replace_input_with(written, result)
+        if result is not node:
+            node.replace_all_uses_with(result, delete_user_cb=lambda user, result=result: user is not result)
     if plan:
         gm.recompile()
     return gm
