@@ -137,8 +137,8 @@ class OpCall:
                 found.extend((name, item) for item in arg if isinstance(item, Value))
         return found
 
-    def run(self, local: Mapping[str, Any], **changed: Any) -> Any:
-        """Run the operator itself on local arguments, some of them changed."""
+    def run(self, local: Mapping[str, Any], /, **changed: Any) -> Any:
+        """Run the operator itself on local arguments, some of them changed; ``self`` may be among them."""
         return call_by_name(self.target, {**local, **changed})
 
 

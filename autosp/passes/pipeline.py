@@ -21,6 +21,8 @@ from ..layout.outputs import OutputSpec
 from .functionalize_inplace import functionalize_inplace_pass
 from .localize import localize_graph
 from .move_slices_up import move_slices_up_pass
+from .peel_repeat_kv import peel_repeat_kv_pass
+from .simplify_masks import simplify_masks_pass
 from .verify import collective_list, verify_local_graph_pass
 
 
@@ -58,6 +60,14 @@ def _functionalize(work: Work) -> None:
     work.graph = functionalize_inplace_pass(work.graph)
 
 
+def _simplify_masks(work: Work) -> None:
+    work.graph = simplify_masks_pass(work.graph)
+
+
+def _peel_repeat_kv(work: Work) -> None:
+    work.graph = peel_repeat_kv_pass(work.graph)
+
+
 def _infer(work: Work) -> None:
     work.gathered = infer_layouts(work.graph, axis=work.axis, sources=work.sources, unsupported=work.unsupported)
 
@@ -88,6 +98,8 @@ def _pass(name: str, run: Callable[[Work], None], requires: Sequence[str], ensur
 
 PIPELINE: tuple[Pass, ...] = (
     _pass("functionalize_inplace", _functionalize, ["captured"], ["functional"], "rules see values, not storage"),
+    _pass("simplify_masks", _simplify_masks, ["functional"], ["simple"], "a causal mask needs no S x S tensor"),
+    _pass("peel_repeat_kv", _peel_repeat_kv, ["functional"], ["simple"], "repeated heads need not travel"),
     _pass(
         "infer_layouts", _infer, ["functional"], ["layouts"], "every value gets its layout, every refusal comes here"
     ),

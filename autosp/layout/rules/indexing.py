@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..call import OpCall, Refusal, Strategy, Value
-from ..placement import PARTIAL, REPLICATE, Shard, known_equal
+from ..placement import PARTIAL, REPLICATE, IntLike, Shard, known_equal
 from ..registry import register_rule
 from .reduction import mask_padding
 
@@ -18,9 +18,24 @@ def embedding_rule(call: OpCall) -> Strategy:
     ids: Value = call["indices"]
     if call["weight"].shard is not None:
         raise Refusal("the table of an embedding is a sharded activation")
+    if ids.shard is not None and (call["scale_grad_by_freq"] or call["sparse"]):
+        raise Refusal(
+            "an embedding with scale_grad_by_freq or sparse gradients, which look at all tokens of the batch at once",
+            "set scale_grad_by_freq=False and sparse=False",
+        )
     if ids.shard is None:
         return Strategy()
     return Strategy(inputs={"indices": ids.shard}, output=ids.shard)
+
+
+def _same_size(a: IntLike, b: IntLike) -> bool:
+    """Whether two sizes agree. These operators admit an index that is shorter than the tensor, so nothing has tied the
+    lengths of two inputs together yet; two open lengths are settled by a guard, never an open one by a number.
+    """
+    if known_equal(a, b):
+        return True
+    both_open = isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt)
+    return both_open and bool(a == b)
 
 
 @register_rule(aten.gather.default)
@@ -33,7 +48,7 @@ def gather_rule(call: OpCall) -> Strategy:
         return Strategy()
     if cut.dim == dim:
         raise Refusal("values are gathered along the sharded sequence by position")
-    if not known_equal(value.shape[cut.dim], index.shape[cut.dim]):
+    if not _same_size(value.shape[cut.dim], index.shape[cut.dim]):
         raise Refusal("gather reads fewer rows than the sharded dimension has")
     return Strategy(inputs={"self": cut, "index": cut}, output=cut)
 
@@ -149,7 +164,7 @@ def scatter_rule(call: OpCall) -> Strategy:
     cut = value.shard or index.shard
     if cut is None:
         return Strategy()
-    if cut.dim != dim and known_equal(value.shape[cut.dim], index.shape[cut.dim]):
+    if cut.dim != dim and _same_size(value.shape[cut.dim], index.shape[cut.dim]):
         inputs = {"self": cut, "index": cut}
         if isinstance(source, Value):
             inputs["src"] = cut

@@ -1,0 +1,462 @@
+"""Lengths, heads, dtypes, masks, positions, meshes and ways to reduce gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import parity
+import pytest
+import torch
+import toys
+import zoo
+from pool import RankInfo, RankPool
+from torch import nn
+from torch.nn import functional as F
+
+AOT_EAGER = {"autosp": {"inner_backend": "aot_eager"}}
+
+
+def check_all(everyone: list[list[parity.Result]], rtol: float = 1e-5) -> None:
+    for results in everyone:
+        for result in results:
+            result.check(rtol)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 18])
+def test_length(ranks: RankPool, length: int, world: int):
+    batch = toys.batch(length, ignored=0.0)
+    loss = "unshifted" if length == 1 else "pad_slice"
+    check_all(ranks.run(parity.run_model, functools.partial(toys.build, loss), [batch], world_size=world))
+
+
+def count_compilations(rank_info: RankInfo, name: str, lengths: list[int]) -> list[int]:
+    import autosp
+
+    autosp.initialize(AOT_EAGER)
+    model = zoo.build("llama", num_hidden_layers=1) if name == "llama" else toys.build()
+    make = zoo.batch if name == "llama" else toys.batch
+    compiled = torch.compile(model, backend="autosp")
+    graphs = []
+    torch._dynamo.utils.counters.clear()
+    for length in lengths:
+        parity.compare(model, compiled, make(length), prepare=autosp.prepare_batch).check()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return graphs
+
+
+@pytest.mark.parametrize("name", ["toy", pytest.param("llama", marks=pytest.mark.slow)])
+def test_new_lengths_recompile_at_most_twice(ranks: RankPool, name: str):
+    for graphs in ranks.run(count_compilations, name, [16, 24, 32, 17, 21, 64], timeout=300):
+        assert graphs[0] == 1
+        assert graphs[2] == 1, f"even lengths share one program: {graphs}"
+        assert graphs[-1] <= 2, graphs
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_batch_sizes(ranks: RankPool, dynamic: bool | None):
+    batches = [toys.batch(17, rows=rows) for rows in (1, 2, 3)]
+    check_all(ranks.run(parity.run_model, toys.build, batches, dynamic=dynamic))
+
+
+HEADS = [(8, 8), (8, 2), (8, 1), (6, 3), (9, 3), (28, 7), (40, 8), (3, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("heads", HEADS, ids=lambda h: f"{h[0]}q{h[1]}kv")
+def test_heads(ranks: RankPool, heads: tuple[int, int], world: int):
+    build = functools.partial(toys.build, heads=heads[0], kv_heads=heads[1])
+    check_all(ranks.run(parity.run_model, build, [toys.batch(17)], world_size=world))
+
+
+def two_models(rank_info: RankInfo) -> list[parity.Result]:
+    import autosp
+
+    autosp.initialize(AOT_EAGER)
+    models = [toys.build(heads=8, kv_heads=2), toys.build(heads=6, kv_heads=3, size=8)]
+    compiled = [torch.compile(model, backend="autosp") for model in models]
+    results = []
+    for length in (16, 17):
+        for model, program in zip(models, compiled, strict=True):
+            results.append(parity.compare(model, program, toys.batch(length), prepare=autosp.prepare_batch))
+    return results
+
+
+def test_two_models_in_one_process(ranks: RankPool):
+    check_all(ranks.run(two_models))
+
+
+def two_meshes(rank_info: RankInfo) -> list[parity.Result]:
+    import autosp
+
+    wide = autosp.initialize({**AOT_EAGER, "sequence_parallel_size": 4})
+    narrow = autosp.initialize({**AOT_EAGER, "sequence_parallel_size": 2})
+    results = []
+    model, other = toys.build(), toys.build(heads=8)
+    first = torch.compile(model, backend="autosp", options={"mesh": wide})
+    second = torch.compile(other, backend="autosp", options={"mesh": narrow, "outputs": "full"})
+    for length in (16, 17):
+        results.append(parity.compare(model, first, toys.batch(length), prepare=autosp.prepare_batch))
+        results.append(parity.compare(other, second, toys.batch(length), prepare=autosp.prepare_batch))
+    return results
+
+
+def test_two_meshes_in_one_process(ranks: RankPool):
+    check_all(ranks.run(two_meshes, world_size=4))
+
+
+class SequenceFirst(nn.Module):
+    """``[sequence, batch]`` throughout; attention transposes for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.toy = toys.build()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> toys.Out:
+        toy = self.toy
+        x = toy.embed(input_ids) + toy.positions(torch.arange(input_ids.shape[0])).unsqueeze(1)
+        x = x + toy.attention(toy.norm(x).transpose(0, 1)).transpose(0, 1)
+        x = x + toy.mlp(toy.norm(x))
+        logits = toy.head(x)
+        loss = F.cross_entropy(logits[:-1].reshape(-1, logits.shape[-1]), labels[1:].reshape(-1))
+        return toys.Out(loss, logits)
+
+
+def test_sequence_first(ranks: RankPool):
+    batches = []
+    for length in (16, 17):
+        batches.append({k: v.t().contiguous() for k, v in toys.batch(length, rows=3).items()})
+    check_all(ranks.run(parity.run_model, SequenceFirst, batches, seq_dim=0))
+
+
+def embeddings_as_input(rank_info: RankInfo, name: str) -> list[tuple[parity.Result, float]]:
+    import autosp
+
+    autosp.initialize(AOT_EAGER)
+    model = zoo.build("llama", num_hidden_layers=1) if name == "llama" else toys.build()
+    make, width = (zoo.batch, 64) if name == "llama" else (toys.batch, 16)
+    compiled = torch.compile(model, backend="autosp")
+    results = []
+    for length in (16, 17):
+        labels = make(length)["labels"]
+        generator = torch.Generator().manual_seed(length)
+        embeds = torch.randn(2, length, width, generator=generator)
+        leaves: list[torch.Tensor] = []
+
+        def prepare(batch: dict[str, Any], leaves=leaves) -> dict[str, Any]:
+            batch["inputs_embeds"] = batch["inputs_embeds"].detach().requires_grad_()
+            leaves.append(batch["inputs_embeds"])
+            return autosp.prepare_batch(batch)
+
+        batch = {"inputs_embeds": embeds.requires_grad_(), "labels": labels}
+        result = parity.compare(model, compiled, batch, prepare=prepare)
+        results.append((result, parity.error(leaves[0].grad, embeds.grad)))
+    return results
+
+
+@pytest.mark.parametrize("name", ["toy", "llama"])
+def test_embeddings_in_place_of_ids(ranks: RankPool, name: str):
+    for results in ranks.run(embeddings_as_input, name, timeout=240):
+        for result, input_error in results:
+            result.check()
+            assert input_error <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision(ranks: RankPool, dtype: torch.dtype):
+    build = functools.partial(toys.build, "gathered_log_softmax", dtype=dtype)
+    check_all(ranks.run(parity.run_model, build, [toys.batch(16), toys.batch(17)]), rtol=2e-2)
+
+
+@pytest.mark.parametrize("loss", ["pad_slice", "reduction_sum", "several"])
+def test_bfloat16_loss(ranks: RankPool, loss: str):
+    build = functools.partial(toys.build, loss, dtype=torch.bfloat16)
+    check_all(ranks.run(parity.run_model, build, [toys.batch(16), toys.batch(17)]), rtol=2e-2)
+
+
+def positions_batch(kind: str, length: int, make: Any) -> dict[str, Any]:
+    batch = make(length)
+    rows = batch["input_ids"].shape[0]
+    if kind == "one_row":
+        batch["position_ids"] = torch.arange(length).unsqueeze(0)
+    elif kind == "every_row":
+        batch["position_ids"] = torch.arange(length).expand(rows, length).contiguous()
+    elif kind == "at_100":
+        batch["position_ids"] = torch.arange(100, 100 + length).unsqueeze(0)
+    elif kind == "packed":
+        batch["position_ids"] = torch.cat([torch.arange(7), torch.arange(length - 7)]).expand(rows, length).contiguous()
+    return batch
+
+
+POSITIONS = ["none", "one_row", "every_row", "at_100", "packed"]
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_positions(ranks: RankPool, kind: str):
+    batches = [positions_batch(kind, length, toys.batch) for length in (16, 17)]
+    check_all(ranks.run(parity.run_model, toys.build, batches, world_size=3))
+
+
+@pytest.mark.parametrize("kind", ["at_100", "packed"])
+def test_positions_of_llama(ranks: RankPool, kind: str):
+    batches = [positions_batch(kind, 17, zoo.batch)]
+    check_all(ranks.run(parity.run_model, functools.partial(zoo.build, "llama", num_hidden_layers=1), batches))
+
+
+def padding(kind: str, rows: int, length: int) -> torch.Tensor:
+    mask = torch.ones(rows, length, dtype=torch.long)
+    if kind == "right":
+        mask[0, -5:] = 0
+    elif kind == "left":
+        mask[0, :5] = 0
+    return mask
+
+
+def square(kind: str, rows: int, heads: int, length: int) -> torch.Tensor:
+    """Causal masks of the forms that models hand to attention."""
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    if kind == "bool_4d":
+        mask = causal.expand(rows, 1, length, length).clone()
+        mask[0, :, :, 1:3] &= torch.eye(length, dtype=torch.bool)[:, 1:3]
+        return mask
+    generator = torch.Generator().manual_seed(3)
+    bias = torch.zeros(length, length).masked_fill(~causal, torch.finfo(torch.float32).min)
+    if kind == "float_shared":
+        return (bias + torch.randn(length, length, generator=generator)).view(1, 1, length, length)
+    if kind == "float_per_head":
+        return bias + torch.randn(rows, heads, length, length, generator=generator)
+    if kind == "float_keys_only":
+        return torch.randn(rows, 1, 1, length, generator=generator)
+    return bias + torch.randn(heads, length, length, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["bool_4d", "float_shared", "float_per_head", "float_keys_only", "float_3d"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_square_masks(ranks: RankPool, kind: str, world: int):
+    batches = [{**toys.batch(n), "attention_mask": square(kind, 2, 4, n)} for n in (16, 17)]
+    check_all(ranks.run(parity.run_model, toys.build, batches, world_size=world))
+
+
+def test_padding_masks_of_llama(ranks: RankPool):
+    batches = []
+    for length in (16, 17):
+        for kind in ("ones", "right", "left"):
+            mask = padding(kind, 2, length)
+            batch = zoo.batch(length)
+            batches.append({**batch, "labels": batch["labels"].masked_fill(mask == 0, -100), "attention_mask": mask})
+    build = functools.partial(zoo.build, "llama", num_hidden_layers=1)
+    check_all(ranks.run(parity.run_model, build, batches, timeout=300))
+
+
+@pytest.mark.parametrize("kind", ["right", "left"])
+@pytest.mark.parametrize("name", ["opt", "bert", "gpt2"])
+@pytest.mark.slow
+def test_padding_masks_of_other_models(ranks: RankPool, name: str, kind: str):
+    count = "n_layer" if name == "gpt2" else "num_hidden_layers"
+    build = functools.partial(zoo.build, name, **{count: 1})
+    batches = []
+    for length in (16, 17):
+        mask = padding(kind, 2, length)
+        batch = zoo.batch(length)
+        batches.append({**batch, "labels": batch["labels"].masked_fill(mask == 0, -100), "attention_mask": mask})
+    check_all(ranks.run(parity.run_model, build, batches, timeout=300))
+
+
+@pytest.mark.parametrize("window", [4, 64])
+def test_sliding_window(ranks: RankPool, window: int):
+    build = functools.partial(zoo.build, "mistral", num_hidden_layers=1, sliding_window=window)
+    check_all(ranks.run(parity.run_model, build, [zoo.batch(17)], timeout=240))
+
+
+class LearnedBias(nn.Module):
+    """Attention biases that are parameters: T5's table by distance, one number a head, ALiBi's slopes; a tied head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.toy = toys.build(tied=True)
+        self.kind = kind
+        torch.manual_seed(9)
+        self.table = nn.Embedding(8, 4)
+        self.slopes = nn.Parameter(torch.rand(4))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> toys.Out:
+        places = torch.arange(input_ids.shape[1])
+        distance = places[:, None] - places[None, :]
+        if self.kind == "table":
+            bias = self.table(distance.clamp(0, 7)).permute(2, 0, 1).unsqueeze(0)
+        else:
+            bias = -self.slopes.view(1, 4, 1, 1) * distance.abs()
+        bias = bias.masked_fill(distance < 0, float("-inf"))
+        return self.toy(input_ids, labels, attention_mask=bias)
+
+
+@pytest.mark.parametrize("kind", ["table", "slopes"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_learned_bias(ranks: RankPool, kind: str, world: int):
+    build = functools.partial(LearnedBias, kind)
+    check_all(ranks.run(parity.run_model, build, [toys.batch(16), toys.batch(17)], world_size=world))
+
+
+class WrittenOut(nn.Module):
+    """``softmax(QK^T)V`` written out, with a soft cap and attention sinks."""
+
+    def __init__(self, sinks: bool) -> None:
+        super().__init__()
+        self.toy = toys.build(heads=4, kv_heads=4)
+        torch.manual_seed(3)
+        self.sinks = nn.Parameter(torch.randn(4)) if sinks else None
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> toys.Out:
+        toy = self.toy
+        rows, length = input_ids.shape
+        x = toy.embed(input_ids) + toy.positions(torch.arange(length))
+        q, k, v = (
+            layer(x).view(rows, length, 4, 4).transpose(1, 2)
+            for layer in (toy.attention.q, toy.attention.k, toy.attention.v)
+        )
+        scores = torch.tanh(q @ k.transpose(-1, -2) / 2.0) * 5.0
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+        if self.sinks is not None:
+            sinks = self.sinks.view(1, 4, 1, 1).expand(rows, 4, length, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :length]
+        x = x + toy.attention.o((weights @ v).transpose(1, 2).reshape(rows, length, 16))
+        logits = toy.head(toy.norm(x))
+        return toys.Out(toys.pad_slice(toy, logits, labels), logits)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_attention_written_out(ranks: RankPool, world: int, sinks: bool):
+    build = functools.partial(WrittenOut, sinks)
+    check_all(ranks.run(parity.run_model, build, [toys.batch(16), toys.batch(17)], world_size=world))
+
+
+def dropped(rank_info: RankInfo) -> dict[str, Any]:
+    import autosp
+
+    autosp.initialize(AOT_EAGER)
+    compiled = torch.compile(DropoutShows(), backend="autosp")
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        ids = torch.ones(2, 16, dtype=torch.long)
+        outputs.append(compiled(**autosp.prepare_batch({"input_ids": ids})).full_tensor())
+    return {"outputs": outputs}
+
+
+class DropoutShows(nn.Module):
+    """An embedding of ones, so that the tokens are sharded, and dropout on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 64)
+        nn.init.ones_(self.embed.weight)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.embed(input_ids), 0.25)
+
+
+def test_dropout_differs_across_shards_and_is_reproducible(ranks: RankPool):
+    everyone = ranks.run(dropped)
+    for outputs in zip(*(result["outputs"] for result in everyone), strict=True):
+        assert torch.equal(*outputs), "both ranks see one and the same whole output"
+    first, again, other = everyone[0]["outputs"]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first[:, :8], first[:, 8:]), "shards draw different masks"
+    assert set(first.unique().tolist()) == {0.0, pytest.approx(1 / 0.75)}
+    assert (first == 0).float().mean().item() == pytest.approx(0.25, abs=0.03)
+
+
+def train_with_dropout(rank_info: RankInfo) -> list[float]:
+    import autosp
+
+    autosp.initialize(AOT_EAGER)
+    model = toys.build(dropout=0.1)
+    compiled = torch.compile(model, backend="autosp")
+    losses = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        loss = compiled(**autosp.prepare_batch(toys.batch(17))).loss
+        loss.backward()
+        losses.append(loss.item())
+        grads = parity.gradients(model)
+        assert all(torch.isfinite(g).all() for g in grads.values())
+        losses.append(sum(g.double().pow(2).sum().item() for g in grads.values()))
+    return losses
+
+
+def test_training_with_dropout(ranks: RankPool):
+    first, second = ranks.run(train_with_dropout)
+    assert first == second, "loss and gradients are the same on every rank"
+    assert first[:2] == first[2:4], "one seed, one result"
+    assert first[0] != first[4]
+
+
+def outputs_as(rank_info: RankInfo, kind: str) -> dict[str, Any]:
+    import autosp
+
+    autosp.initialize({"autosp": {"inner_backend": "aot_eager", "outputs": kind}})
+    model = toys.build("none")
+    compiled = torch.compile(model, backend="autosp")
+    batch = toys.batch(17)
+    reference = model(**batch).logits
+    out = compiled(**autosp.prepare_batch({k: v.clone() for k, v in batch.items()})).logits
+    # A loss of the user's own, outside: its gradient flows back through whatever came out.
+    target = torch.randn(reference.shape, generator=torch.Generator().manual_seed(1))
+    (reference * target).sum().backward()
+    expected = parity.gradients(model)
+    whole = parity.full(out)
+    found: dict[str, Any] = {"type": type(out).__name__, "shape": tuple(out.shape)}
+    if kind == "local":
+        rows = slice(0, 9) if rank_info.rank == 0 else slice(9, 17)
+        reference, target = reference[:, rows], target[:, rows]
+    found["error"] = parity.error(whole.detach(), reference.detach())
+    (whole * target).sum().backward()
+    grads = parity.gradients(model)
+    found["worst"] = max(parity.error(grads[n], expected[n], 1e-3) for n in expected)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dtensor", "full", "local"])
+def test_outputs(ranks: RankPool, kind: str):
+    for rank, found in enumerate(ranks.run(outputs_as, kind)):
+        assert found["type"] == ("DTensor" if kind == "dtensor" else "Tensor")
+        assert found["shape"][1] == ((9, 8)[rank] if kind == "local" else 17)
+        assert found["error"] <= 1e-5
+        assert found["worst"] <= 1e-5
+
+
+def reduced_by_an_engine(rank_info: RankInfo, mode: str, kind: str) -> tuple[float, str]:
+    """Emulate the engine of each mode on a mesh of dp 2 x sp 2 whose data-parallel replicas see different batches."""
+    import torch.distributed as dist
+
+    import autosp
+
+    config = {"inner_backend": "aot_eager", "gradient_reduction": mode}
+    state = autosp.initialize({"autosp": config, "sequence_parallel_size": 2})
+    model = LearnedBias("table") if kind == "learned_bias" else toys.build(tied=True)
+    expected: dict[str, torch.Tensor] = {}
+    for replica in range(2):
+        model(**toys.batch(17, seed=replica)).loss.backward()
+        for name, grad in parity.gradients(model).items():
+            expected[name] = expected.get(name, 0) + grad / 2
+    compiled = torch.compile(model, backend="autosp")
+    compiled(**autosp.prepare_batch(toys.batch(17, seed=state.coordinates["dp"]))).loss.backward()
+    found = parity.gradients(model)
+    assert set(found) == set(expected)
+    for grad in found.values():
+        dist.all_reduce(grad)
+        # "graph" and "engine_mean" serve an engine that averages over the world, "engine_sum" one that sums over sp.
+        grad /= 2 if mode == "engine_sum" else 4
+    floor = 1e-3 * max(g.abs().max().item() for g in expected.values())
+    return max((parity.error(found[name], expected[name], floor), name) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["tied", "learned_bias"])
+@pytest.mark.parametrize("mode", ["graph", "engine_mean", "engine_sum"])
+def test_gradient_reduction(ranks: RankPool, mode: str, kind: str):
+    for worst, name in ranks.run(reduced_by_an_engine, mode, kind, world_size=4):
+        assert worst <= 1e-5, name
