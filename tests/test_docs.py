@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import re
@@ -11,10 +12,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import parity
 import pytest
 import torch
+import toys
 import zoo
 from pool import RankInfo, RankPool
+from torch.utils.checkpoint import checkpoint
 
 import autosp
 from autosp.errors import InternalError, UnsupportedGraphError
@@ -165,6 +169,35 @@ def refusal(model: torch.nn.Module) -> BaseException:
     return getattr(caught.value, "inner_exception", caught.value)
 
 
+class Between(toys.Toy):
+    """A toy whose graph breaks between its layers and its head: what crosses is sharded."""
+
+    def hidden(self, *args: Any) -> torch.Tensor:
+        x = super().hidden(*args)
+        torch._dynamo.graph_break()
+        return x
+
+
+class Recomputed(toys.Toy):
+    """A toy whose layers, attention included, are computed again in the backward."""
+
+    def hidden(self, *args: Any) -> torch.Tensor:
+        return checkpoint(super().hidden, *args, use_reentrant=False)
+
+
+def seeded(kind: type[toys.Toy]) -> toys.Toy:
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.mark.parametrize("kind", [Between, Recomputed])
+def test_graph_breaks_and_checkpoints_are_exact(ranks: RankPool, kind: type[toys.Toy]) -> None:
+    batches = [toys.batch(16), toys.batch(17)]
+    for results in ranks.run(parity.run_model, functools.partial(seeded, kind), batches, timeout=240):
+        for result in results:
+            result.check()
+
+
 Line = tuple[str, str, str]
 
 
@@ -286,6 +319,17 @@ def test_the_rules_of_the_example_know_every_dimension() -> None:
     assert same_placement(summed[1], PARTIAL)
     assert same_placement(summed[2], shard_of_dim([4, 6], 1))
     assert same_placement(layout_of(module.energy, [rows], [REPLICATE]), REPLICATE)
+
+
+def test_an_operator_tagged_as_pointwise_needs_no_rule() -> None:
+    from autosp.layout.placement import REPLICATE, same_placement, shard_of_dim
+
+    library = torch.library.Library("demo", "FRAGMENT")
+    library.define("twice(Tensor x, Tensor y) -> Tensor", tags=(torch.Tag.pointwise,))
+    library.impl("twice", lambda x, y: x * 2 + y, "CompositeExplicitAutograd")
+    cut = shard_of_dim([4, 8, 6], 1)
+    found = layout_of(lambda x, y: torch.ops.demo.twice(x, y), [[4, 8, 6], [6]], [cut, REPLICATE])
+    assert same_placement(found, cut)
 
 
 def test_a_rule_that_promises_wrong_sizes_is_an_internal_error(
