@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import autosp
-from autosp.backend import compile_times
+from autosp.backend import autosp_backend, compile_times
 
 LLAMA_1B = {
     "hidden_size": 2048,
@@ -100,7 +100,7 @@ def main() -> None:
     model = build(torch.device("cuda"), options.layers)
     if options.checkpoint:
         model.gradient_checkpointing_enable()
-    compiled = torch.compile(model, backend="autosp")
+    compiled = torch.compile(model, backend=autosp_backend)
     rows = []
     for length in map(int, options.lengths.split(",")):
         rows.append(time_length(compiled, list(model.parameters()), length, options.steps, autosp.prepare_batch))
