@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         UnsupportedGraphError,
     )
     from autosp.inputs import prepare_autosp_inputs, prepare_batch
+    from autosp.layout.call import Refusal, Strategy
+    from autosp.layout.registry import register_rule
     from autosp.mesh import initialize
 
 __version__ = "0.1.0"
@@ -30,10 +32,13 @@ _HOME = {
     "InputError": "autosp.errors",
     "InternalError": "autosp.errors",
     "RankMismatchError": "autosp.errors",
+    "Refusal": "autosp.layout.call",
+    "Strategy": "autosp.layout.call",
     "UnsupportedGraphError": "autosp.errors",
     "initialize": "autosp.mesh",
     "prepare_autosp_inputs": "autosp.inputs",
     "prepare_batch": "autosp.inputs",
+    "register_rule": "autosp.layout.registry",
 }
 
 __all__ = [
@@ -43,10 +48,13 @@ __all__ = [
     "InputError",
     "InternalError",
     "RankMismatchError",
+    "Refusal",
+    "Strategy",
     "UnsupportedGraphError",
     "initialize",
     "prepare_autosp_inputs",
     "prepare_batch",
+    "register_rule",
 ]
 
 

@@ -22,16 +22,18 @@ from torch._guards import detect_fake_mode
 from . import mesh
 from .agreement import agree
 from .capture import capture_graph, fake_inputs
-from .custom_ops import collectives, loss  # noqa: F401
+from .custom_ops import collectives, fused_loss, loss  # noqa: F401
 from .errors import RankMismatchError
 from .layout.axis import Axis
 from .layout.registry import find_rule
+from .layout.rules.loss import register_fused_rules
 from .mesh import AutoSPState
 from .passes.pipeline import Work, run_pipeline
 from .runtime import Checked, LocalProgram
 from .sources import InputSources, find_sources
 
 log = logging.getLogger("autosp")
+register_fused_rules()
 
 _times: dict[str, float] = {}
 
@@ -109,6 +111,7 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
         outputs=state.config.outputs,
         unsupported=state.config.unsupported,
         fake_mode=fake_mode,
+        fuse_linear_cross_entropy=state.config.fuse_linear_cross_entropy,
     )
     return run_pipeline(work), found
 

@@ -18,6 +18,7 @@ from .inputs import read_tag, recognise
 from .layout.axis import Axis
 from .layout.infer import Source
 from .layout.placement import shard_of_dim
+from .location import user_location
 
 log = logging.getLogger("autosp")
 
@@ -68,7 +69,7 @@ def find_sources(gm: fx.GraphModule, fakes: Sequence[Any], axis: Axis) -> InputS
         if tag is not None:
             _add_tagged(found, index, value, *tag)
     if not found.sources and not found.keys:
-        _nothing_found(placeholders, fakes)
+        _nothing_found(gm, placeholders, fakes)
     return found
 
 
@@ -117,7 +118,7 @@ def _add_dtensor(found: InputSources, index: int, value: DTensor, axis: Axis) ->
     found.sharded[index] = placement.dim
 
 
-def _nothing_found(placeholders: Sequence[fx.Node], fakes: Sequence[Any]) -> None:
+def _nothing_found(gm: fx.GraphModule, placeholders: Sequence[fx.Node], fakes: Sequence[Any]) -> None:
     inputs = [
         f"{source_name(node)} {tuple(value.shape)}"
         for node, value in zip(placeholders, fakes, strict=True)
@@ -126,6 +127,7 @@ def _nothing_found(placeholders: Sequence[fx.Node], fakes: Sequence[Any]) -> Non
     raise UnsupportedGraphError(
         "no input of this graph is known to run over the sequence; its inputs are: " + ", ".join(inputs or ["none"]),
         operator="autosp",
+        location=next((user_location(n) for n in gm.graph.nodes if n.op == "call_function"), ""),
         remedy="tag them with autosp.prepare_autosp_inputs(...) or autosp.prepare_batch(...), or call the model with "
         "the argument names of Hugging Face forwards (input_ids, inputs_embeds, labels, position_ids, attention_mask)",
     )

@@ -90,6 +90,8 @@ class Strategy:
         local: computes the local result from the local arguments by name; None runs the operator itself.
         fills: by argument name, the number that padding rows get when a replicated argument is cut (default 0).
         note: one line for the compile report.
+        sharded: whether each rank computes a part, so that whole operands get only a part of their gradient on each
+            rank; None tells it by the output (whole: no).
     """
 
     inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -97,6 +99,7 @@ class Strategy:
     local: LocalFunction | None = None
     fills: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
+    sharded: bool | None = None
 
 
 @dataclass

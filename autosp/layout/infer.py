@@ -157,6 +157,11 @@ def _choose(call: OpCall, node: fx.Node, unsupported: str, gathered: list[Gather
     if all(value.is_replicated for value in values):
         return _choose_whole(call, rule, values)
     try:
+        if _mutates(call):
+            raise Refusal(
+                "an input of the graph is written in place with a sharded value",
+                "write it outside the model, from a gathered value",
+            )
         if rule is None:
             raise Refusal(
                 "this operator has no rule, so its effect on a shard is unknown",

@@ -42,7 +42,9 @@ def find_rule(target: Any) -> Rule | None:
     """The rule of an operator overload, or None."""
     if target in _RULES:
         return _RULES[target]
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    if torch.Tag.pointwise in target.tags:
         return _RULES.get("pointwise")
     return None
 

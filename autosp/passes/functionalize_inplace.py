@@ -95,7 +95,8 @@ def functionalize_inplace_pass(gm: fx.GraphModule) -> fx.GraphModule:
         for user in [user for user in written.users if order.get(user, -1) > order[node]]:
             user.replace_input_with(written, result)
         if result is not node:
-            node.replace_all_uses_with(result, delete_user_cb=lambda user, result=result: user is not result)
+            for user in [user for user in node.users if user is not result]:
+                user.replace_input_with(node, result)
     if plan:
         gm.recompile()
     return gm

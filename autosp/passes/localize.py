@@ -61,7 +61,9 @@ class LocalInterpreter(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _run_call(self, node: fx.Node, call: OpCall, strategy: Strategy) -> Any:
-        sharded = any(not isinstance(p, Replicate) for p in tree_flatten(strategy.output)[0] if p is not None)
+        sharded = strategy.sharded
+        if sharded is None:
+            sharded = any(not isinstance(p, Replicate) for p in tree_flatten(strategy.output)[0] if p is not None)
         local = {name: self._local_argument(name, arg, strategy, sharded) for name, arg in call.args.items()}
         if call.target._schema.is_mutable:
             self._moved.clear()

@@ -19,8 +19,11 @@ from ..layout.axis import Axis
 from ..layout.infer import Gathered, Source, infer_layouts
 from ..layout.outputs import OutputSpec
 from .functionalize_inplace import functionalize_inplace_pass
+from .fuse_linear_cross_entropy import fuse_linear_cross_entropy_pass
 from .localize import localize_graph
 from .move_slices_up import move_slices_up_pass
+from .peel_repeat_kv import peel_repeat_kv_pass
+from .simplify_masks import simplify_masks_pass
 from .verify import collective_list, verify_local_graph_pass
 
 
@@ -36,6 +39,7 @@ class Work:
     outputs: str
     unsupported: str
     fake_mode: Any
+    fuse_linear_cross_entropy: str = "never"
     local_inputs: Sequence[Any] = ()
     specs: list[OutputSpec] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
@@ -56,6 +60,20 @@ class Pass:
 
 def _functionalize(work: Work) -> None:
     work.graph = functionalize_inplace_pass(work.graph)
+
+
+def _simplify_masks(work: Work) -> None:
+    work.graph = simplify_masks_pass(work.graph)
+
+
+def _peel_repeat_kv(work: Work) -> None:
+    work.graph = peel_repeat_kv_pass(work.graph)
+
+
+def _fuse_linear_cross_entropy(work: Work) -> None:
+    work.graph = fuse_linear_cross_entropy_pass(
+        work.graph, mode=work.fuse_linear_cross_entropy, fake_mode=work.fake_mode
+    )
 
 
 def _infer(work: Work) -> None:
@@ -88,6 +106,15 @@ def _pass(name: str, run: Callable[[Work], None], requires: Sequence[str], ensur
 
 PIPELINE: tuple[Pass, ...] = (
     _pass("functionalize_inplace", _functionalize, ["captured"], ["functional"], "rules see values, not storage"),
+    _pass("simplify_masks", _simplify_masks, ["functional"], ["simple"], "a causal mask needs no S x S tensor"),
+    _pass("peel_repeat_kv", _peel_repeat_kv, ["functional"], ["simple"], "repeated heads need not travel"),
+    _pass(
+        "fuse_linear_cross_entropy",
+        _fuse_linear_cross_entropy,
+        ["functional"],
+        ["simple"],
+        "the logits are the largest activation of a step",
+    ),
     _pass(
         "infer_layouts", _infer, ["functional"], ["layouts"], "every value gets its layout, every refusal comes here"
     ),

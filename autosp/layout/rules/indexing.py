@@ -18,6 +18,11 @@ def embedding_rule(call: OpCall) -> Strategy:
     ids: Value = call["indices"]
     if call["weight"].shard is not None:
         raise Refusal("the table of an embedding is a sharded activation")
+    if ids.shard is not None and (call["scale_grad_by_freq"] or call["sparse"]):
+        raise Refusal(
+            "an embedding with scale_grad_by_freq or sparse gradients, which look at all tokens of the batch at once",
+            "set scale_grad_by_freq=False and sparse=False",
+        )
     if ids.shard is None:
         return Strategy()
     return Strategy(inputs={"indices": ids.shard}, output=ids.shard)

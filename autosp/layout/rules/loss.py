@@ -117,3 +117,36 @@ def elementwise_loss_rule(call: OpCall) -> Strategy:
         return total / count if reduction == MEAN else total
 
     return Strategy(inputs=inputs, output=PARTIAL, local=local_loss, note="loss summed over the sequence")
+
+
+def fused_linear_rule(call: OpCall) -> Strategy:
+    """``autosp::linear_cross_entropy_loss``: each rank's tokens with the whole head, aggregated like the plain loss."""
+    hidden: Value = call["hidden"]
+    cut = hidden.shard
+    if cut is None:
+        return Strategy()
+    if cut.dim != 0:
+        raise Refusal("a fused loss whose hidden states are sharded over their width")
+    ignore, out_dtype = call["ignore_index"], call.out.dtype
+
+    def local_loss(c: OpCall, local: dict):
+        labels = mask_padding(c.axis, local["target"], cut, ignore)
+        total, count = torch.ops.autosp.linear_cross_entropy_sums(
+            local["hidden"], local["weight"], local["bias"], labels, ignore, c["label_smoothing"], c["softcap"]
+        )
+        mean = c["reduction"] == MEAN
+        return torch.ops.autosp.aggregate_loss(total, count if mean else None, out_dtype, c.axis.group)
+
+    return Strategy(
+        inputs={"hidden": cut, "target": cut},
+        output=REPLICATE,
+        local=local_loss,
+        fills={"target": ignore},
+        note="LM head fused into its loss, aggregated over the sequence",
+        sharded=True,
+    )
+
+
+def register_fused_rules() -> None:
+    """Join the fused operators to the rules, once they are registered with torch."""
+    register_rule(torch.ops.autosp.linear_cross_entropy_loss.default, seeds=True)(fused_linear_rule)

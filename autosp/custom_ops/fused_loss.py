@@ -1,0 +1,71 @@
+"""``linear`` and ``cross_entropy`` as one operator of the graph, before it is known on which rank its tokens are.
+
+The operator stands for a whole computation, ``cross_entropy(softcap(linear(hidden, weight, bias)), target)``, and is
+made by a pass. Its rule runs ``linear_cross_entropy_sum`` on each rank's tokens; run as it is, on whole tensors, it
+gives the same loss.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._library import define
+
+MEAN, SUM = 1, 2
+
+
+def local_sums(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Sum of the losses of these tokens and their number, as ``linear_cross_entropy_sum`` gives them; softcap 0 is
+    none.
+    """
+    from .linear_loss import linear_cross_entropy_sum
+
+    return linear_cross_entropy_sum(
+        hidden,
+        weight,
+        target,
+        bias=bias,
+        ignore_index=ignore_index,
+        label_smoothing=smoothing,
+        softcap=softcap if softcap > 0 else None,
+    )
+
+
+def _wide(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def _run(hidden, weight, bias, target, reduction, ignore_index, smoothing, softcap, dtype):
+    total, count = local_sums(hidden, weight, bias, target, ignore_index, smoothing, softcap)
+    return (total / count if reduction == MEAN else total).to(dtype)
+
+
+linear_cross_entropy_loss = define(
+    "linear_cross_entropy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int reduction, "
+    "int ignore_index, float label_smoothing, float softcap, ScalarType dtype) -> Tensor",
+    forward=_run,
+    fake=lambda hidden, *args: hidden.new_empty((), dtype=args[-1]),
+    autograd=_run,
+)
+linear_cross_entropy_sums = define(
+    "linear_cross_entropy_sums(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int ignore_index, "
+    "float label_smoothing, float softcap) -> (Tensor, Tensor)",
+    forward=local_sums,
+    fake=lambda hidden, *args: (hidden.new_empty((), dtype=_wide(hidden)), hidden.new_empty((), dtype=torch.float32)),
+    autograd=local_sums,
+)
+linear_cross_entropy_loss.__doc__ = """Cross entropy of a linear head, without its logits.
+
+``hidden`` is ``[tokens, width]``, ``weight`` ``[vocabulary, width]``, ``bias`` ``[vocabulary]`` or None, ``target`` int
+``[tokens]``. ``reduction`` is 1 (mean over the targets that are not ``ignore_index``) or 2 (sum); ``softcap`` c > 0
+bounds the logits as ``c * tanh(x / c)``. The result is a scalar of ``dtype``.
+"""

@@ -1,0 +1,183 @@
+"""An LM head followed by cross entropy becomes one operator that never holds the whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..layout.placement import known_equal
+
+aten = torch.ops.aten
+
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_CASTS = (
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten._to_copy.default,
+    aten.contiguous.default,
+    aten.clone.default,
+)
+
+
+@dataclass
+class _Match:
+    """A cross entropy, the linear that makes its logits, and what lies between them, from the logits on."""
+
+    loss: fx.Node
+    linear: fx.Node
+    rows: list[fx.Node]
+    softcap: float
+    returned: bool
+
+
+def fuse_linear_cross_entropy_pass(gm: fx.GraphModule, *, mode: str, fake_mode: Any) -> fx.GraphModule:
+    """Rewrites: ``cross_entropy(view(float(slice(linear(h, W)))), t)`` -> ``linear_cross_entropy_loss(view(slice(h)),
+    W, t)``.
+
+    What lies between the two may cast, drop or merge rows and cap the logits softly; it moves to the hidden states.
+
+    Requires: a captured graph, the fused operator registered.
+    Ensures: the logits of a fused loss are not made. With ``mode="always"`` logits that the model only returns are
+    None in its output; with ``"auto"`` logits that are returned keep the loss unfused; ``"never"`` changes nothing.
+    Refuses: nothing; a loss of another form (class weights, soft targets, per-token losses) stays as it is.
+    """
+    if mode == "never":
+        return gm
+    matches = [m for n in gm.graph.nodes if (m := _match(n)) is not None and (mode == "always" or not m.returned)]
+    for match in matches:
+        _fuse(gm, match, fake_mode)
+    if matches:
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+    return gm
+
+
+def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def _match(loss: fx.Node) -> _Match | None:
+    if loss.target is not aten.cross_entropy_loss.default:
+        return None
+    logits, target = loss.args[0], loss.args[1]
+    if _argument(loss, 2, "weight", None) is not None or _argument(loss, 3, "reduction", 1) not in (1, 2):
+        return None
+    if logits.meta["val"].dim() != 2 or target.meta["val"].dtype.is_floating_point:
+        return None
+    rows: list[fx.Node] = []
+    softcap, node, user = 0.0, logits, loss
+    returned = False
+    while node.target is not aten.linear.default:
+        returned |= any(u.op == "output" for u in node.users)
+        if any(u is not user and u.op != "output" and not _is_size(u) for u in node.users):
+            return None
+        cap = _softcap(node)
+        if cap is not None:
+            if softcap or rows and any(r.target in _VIEWS for r in rows) and node.meta["val"].dim() < 2:
+                return None
+            (softcap, node), user = cap, _innermost(node)
+            continue
+        if node.target in _VIEWS or node.target is aten.slice.Tensor:
+            if not _keeps_classes(node):
+                return None
+            rows.append(node)
+        elif not (node.target in _CASTS and node.meta["val"].dtype.is_floating_point):
+            return None
+        node, user = node.args[0], node
+        if not isinstance(node, fx.Node) or node.op != "call_function":
+            return None
+    returned |= any(u.op == "output" for u in node.users)
+    if any(u is not user and u.op != "output" and not _is_size(u) for u in node.users):
+        return None
+    return _Match(loss, node, rows[::-1], softcap, returned)
+
+
+def _is_size(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name in ("aten::sym_size", "aten::sym_numel")
+
+
+def _softcap(node: fx.Node) -> tuple[float, fx.Node] | None:
+    """``(c, x)`` when ``node`` is ``c * tanh(x / c)`` and nobody else sees the steps between."""
+    if node.target is not aten.mul.Tensor or not isinstance(node.args[1], (int, float)):
+        return None
+    tanh = node.args[0]
+    if tanh.target is not aten.tanh.default or len(tanh.users) != 1:
+        return None
+    scaled = tanh.args[0]
+    if scaled.target is not aten.div.Tensor or scaled.args[1] != node.args[1] or len(scaled.users) != 1:
+        return None
+    return float(node.args[1]), scaled.args[0]
+
+
+def _innermost(node: fx.Node) -> fx.Node:
+    return node.args[0].args[0]
+
+
+def _keeps_classes(node: fx.Node) -> bool:
+    """The last dimension, the classes, stays what it is."""
+    source, result = node.args[0].meta["val"].shape, node.meta["val"].shape
+    if node.target is aten.slice.Tensor:
+        dim = node.args[1] if len(node.args) > 1 else 0
+        return dim % len(source) != len(source) - 1 or known_equal(source[-1], result[-1])
+    return known_equal(source[-1], result[-1])
+
+
+def _fuse(gm: fx.GraphModule, match: _Match, fake_mode: Any) -> None:
+    loss, linear = match.loss, match.linear
+    hidden = linear.args[0]
+    with gm.graph.inserting_before(loss):
+        for row in match.rows:
+            hidden = _on_hidden(gm, row, hidden, fake_mode)
+        weight, bias = linear.args[1], _argument(linear, 2, "bias", None)
+        args = (
+            hidden,
+            weight,
+            bias,
+            loss.args[1],
+            _argument(loss, 3, "reduction", 1),
+            _argument(loss, 4, "ignore_index", -100),
+            float(_argument(loss, 5, "label_smoothing", 0.0)),
+            match.softcap,
+            loss.meta["val"].dtype,
+        )
+        fused = gm.graph.call_function(torch.ops.autosp.linear_cross_entropy_loss.default, args)
+    fused.meta.update({k: v for k, v in loss.meta.items() if k in ("val", "stack_trace", "recompute", "ac_graph_id")})
+    loss.replace_all_uses_with(fused)
+    if match.returned:
+        _return_none(gm, match)
+    gm.graph.erase_node(loss)
+
+
+def _on_hidden(gm: fx.GraphModule, row: fx.Node, hidden: fx.Node, fake_mode: Any) -> fx.Node:
+    """The same selection or merging of rows, on the hidden states in place of the logits."""
+    width = hidden.meta["val"].shape[-1]
+    if row.target is aten.slice.Tensor:
+        args: Sequence[Any] = (hidden, *row.args[1:])
+    else:
+        # The rows are those of the logits; their number is left to torch where the graph names it nowhere else.
+        sizes = list(row.args[1])
+        args = (hidden, [*sizes[:-1], width])
+    node = gm.graph.call_function(row.target if row.target is aten.slice.Tensor else aten.reshape.default, tuple(args))
+    shape = [*row.meta["val"].shape[:-1], width]
+    with fake_mode:
+        node.meta["val"] = hidden.meta["val"].new_empty(shape)
+    if "stack_trace" in row.meta:
+        node.meta["stack_trace"] = row.meta["stack_trace"]
+    return node
+
+
+def _return_none(gm: fx.GraphModule, match: _Match) -> None:
+    """The logits, which nothing but the loss used, are None among the outputs."""
+    chain = {match.linear}
+    node = match.loss.args[0]
+    while node is not match.linear:
+        chain.add(node)
+        node = _softcap(node)[1] if _softcap(node) is not None else node.args[0]
+    output = gm.graph.output_node()
+    output.args = (fx.node.map_aggregate(output.args[0], lambda x: None if x in chain else x),)

@@ -1,0 +1,184 @@
+"""Causal masks are proven by reading the graph; what is not proven keeps its exact mask; repeated heads travel once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from autosp.layout.index_expr import Affine, affine_of, where_of
+from autosp.passes.peel_repeat_kv import peel_repeat_kv_pass
+from autosp.passes.simplify_masks import simplify_masks_pass
+
+SDPA = torch.ops.aten.scaled_dot_product_attention.default
+Mask = Callable[[int], torch.Tensor]
+
+
+def arange_le(s: int) -> torch.Tensor:
+    return torch.arange(s)[None, :] <= torch.arange(s)[:, None]
+
+
+def arange_ge_shifted(s: int) -> torch.Tensor:
+    q, k = torch.arange(s) + 5, torch.arange(5, s + 5)
+    return (q[:, None] >= k[None, :])[None, None].expand(2, 1, s, s)
+
+
+def strictly_less_than_next(s: int) -> torch.Tensor:
+    return torch.arange(s)[None, :] < (torch.arange(s) + 1)[:, None]
+
+
+def tril(s: int) -> torch.Tensor:
+    return torch.tril(torch.ones(s, s, dtype=torch.bool))
+
+
+def causal_and_true(s: int) -> torch.Tensor:
+    return torch.ones(s, s, dtype=torch.bool) & arange_le(s)
+
+
+def window(s: int) -> torch.Tensor:
+    q, k = torch.arange(s)[:, None], torch.arange(s)[None, :]
+    return (k <= q) & (k > q - 4)
+
+
+def anti_causal(s: int) -> torch.Tensor:
+    return torch.arange(s)[None, :] >= torch.arange(s)[:, None]
+
+
+def strict(s: int) -> torch.Tensor:
+    return (torch.arange(s)[None, :] < torch.arange(s)[:, None]) | torch.eye(s, dtype=torch.bool)
+
+
+def off_by_one(s: int) -> torch.Tensor:
+    return torch.arange(s)[None, :] <= (torch.arange(s) + 1)[:, None]
+
+
+def tril_shifted(s: int) -> torch.Tensor:
+    return torch.tril(torch.ones(s, s, dtype=torch.bool), diagonal=1)
+
+
+def doubled(s: int) -> torch.Tensor:
+    return torch.arange(s)[None, :] <= torch.arange(0, 2 * s, 2)[:, None]
+
+
+def dynamic_slice(s: int) -> torch.Tensor:
+    return arange_le(2 * s)[s:, s:]
+
+
+def wrong_corner(s: int) -> torch.Tensor:
+    return arange_le(2 * s)[s:, :s]
+
+
+def attend(mask: Mask) -> fx.GraphModule:
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q.shape[2]))
+
+    x = torch.randn(2, 4, 12, 8)
+    return make_fx(function, pre_dispatch=True, tracing_mode="symbolic")(x, x.clone(), x.clone())
+
+
+def is_causal(gm: fx.GraphModule) -> bool:
+    (node,) = gm.graph.find_nodes(op="call_function", target=SDPA)
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
+    assert mask is None or not causal
+    return bool(causal)
+
+
+@pytest.mark.parametrize("mask", [arange_le, arange_ge_shifted, strictly_less_than_next, tril, causal_and_true])
+def test_causal_masks_are_proven(mask: Mask) -> None:
+    gm = simplify_masks_pass(attend(mask))
+    assert is_causal(gm)
+    assert not [n for n in gm.graph.nodes if "arange" in str(n.target)], "the mask is still made"
+    x = torch.randn(2, 4, 12, 8)
+    torch.testing.assert_close(
+        gm(x, x, x), F.scaled_dot_product_attention(x, x, x, is_causal=True), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "mask", [window, anti_causal, strict, off_by_one, tril_shifted, doubled, dynamic_slice, wrong_corner]
+)
+def test_other_masks_stay(mask: Mask) -> None:
+    gm = attend(mask)
+    before = str(gm.graph)
+    gm = simplify_masks_pass(gm)
+    assert not is_causal(gm)
+    assert str(gm.graph) == before
+
+
+def test_a_second_run_changes_nothing() -> None:
+    gm = simplify_masks_pass(attend(arange_le))
+    before = str(gm.graph)
+    assert str(simplify_masks_pass(gm).graph) == before
+
+
+def test_a_mask_that_is_an_input_stays() -> None:
+    def function(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    gm = make_fx(function, pre_dispatch=True)(torch.randn(1, 2, 6, 4), torch.ones(6, 6, dtype=torch.bool).tril())
+    assert not is_causal(simplify_masks_pass(gm))
+
+
+def test_fewer_queries_than_keys_are_not_causal_at_the_top_left() -> None:
+    def function(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(k.shape[2])
+        return F.scaled_dot_product_attention(
+            q, k, k, attn_mask=positions[None, :] <= torch.arange(q.shape[2])[:, None]
+        )
+
+    gm = make_fx(function, pre_dispatch=True)(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 9, 4))
+    assert not is_causal(simplify_masks_pass(gm))
+
+
+def test_forms_of_positions() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = torch.arange(3, x.shape[0] + 3)[:, None] - 1
+        k = torch.arange(x.shape[0])[None, :]
+        return q - k, q - k > 2
+
+    gm = make_fx(function)(torch.ones(7))
+    difference, compared = gm.graph.output_node().args[0]
+    assert affine_of(difference) == Affine.of({-2: 1, -1: -1}, 2)
+    assert where_of(compared).conditions == (Affine.of({-2: 1, -1: -1}, -1),)
+
+
+class Repeated(nn.Module):
+    def __init__(self, repeat: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        super().__init__()
+        self.repeat = repeat
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        n = q.shape[1] // k.shape[1]
+        return F.scaled_dot_product_attention(q, self.repeat(k, n), self.repeat(v, n), is_causal=True)
+
+
+def in_place(x: torch.Tensor, n: int) -> torch.Tensor:
+    b, h, s, d = x.shape
+    return x[:, :, None, :, :].expand(b, h, n, s, d).reshape(b, h * n, s, d)
+
+
+def tiled(x: torch.Tensor, n: int) -> torch.Tensor:
+    b, h, s, d = x.shape
+    return x[:, None].expand(b, n, h, s, d).reshape(b, n * h, s, d)
+
+
+def over_tokens(x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.cat([x] * n, dim=1)
+
+
+@pytest.mark.parametrize(("repeat", "peeled"), [(in_place, True), (tiled, False), (over_tokens, False)])
+def test_repeated_heads(repeat: Callable[[torch.Tensor, int], torch.Tensor], peeled: bool) -> None:
+    q, k, v = torch.randn(2, 8, 6, 4), torch.randn(2, 2, 6, 4), torch.randn(2, 2, 6, 4)
+    model = Repeated(repeat)
+    gm = peel_repeat_kv_pass(make_fx(model, pre_dispatch=True)(q, k, v))
+    (node,) = gm.graph.find_nodes(op="call_function", target=SDPA)
+    assert (node.args[1].op == "placeholder") == peeled
+    assert bool(node.kwargs.get("enable_gqa", False)) == peeled
+    torch.testing.assert_close(gm(q, k, v), model(q, k, v), rtol=1e-6, atol=1e-6)
+    before = str(gm.graph)
+    assert str(peel_repeat_kv_pass(gm).graph) == before
