@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -20,7 +19,6 @@ import torch
 import toys
 import zoo
 from pool import RankInfo, RankPool
-from torch.utils.checkpoint import checkpoint
 
 import autosp
 from autosp.errors import InternalError, UnsupportedGraphError
@@ -173,33 +171,9 @@ def refusal(model: torch.nn.Module) -> BaseException:
     return getattr(caught.value, "inner_exception", caught.value)
 
 
-class Between(toys.Toy):
-    """A toy whose graph breaks between its layers and its head: what crosses is sharded."""
-
-    def hidden(self, *args: Any) -> torch.Tensor:
-        x = super().hidden(*args)
-        torch._dynamo.graph_break()
-        return x
-
-
-class Recomputed(toys.Toy):
-    """A toy whose layers, attention included, are computed again in the backward."""
-
-    def hidden(self, *args: Any) -> torch.Tensor:
-        return checkpoint(super().hidden, *args, use_reentrant=False)
-
-
 def seeded(kind: type[toys.Toy]) -> toys.Toy:
     torch.manual_seed(0)
     return kind()
-
-
-@pytest.mark.parametrize("kind", [Between, Recomputed])
-def test_graph_breaks_and_checkpoints_are_exact(ranks: RankPool, kind: type[toys.Toy]) -> None:
-    batches = [toys.batch(16), toys.batch(17)]
-    for results in ranks.run(parity.run_model, functools.partial(seeded, kind), batches, timeout=240):
-        for result in results:
-            result.check()
 
 
 class LossOnly(toys.Toy):
