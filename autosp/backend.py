@@ -23,7 +23,7 @@ from . import mesh
 from .agreement import agree
 from .capture import capture_graph, fake_inputs
 from .custom_ops import collectives, fused_loss, loss  # noqa: F401
-from .errors import RankMismatchError
+from .errors import ConfigError, RankMismatchError
 from .layout.axis import Axis
 from .layout.registry import find_rule
 from .layout.rules.loss import register_fused_rules
@@ -52,13 +52,15 @@ def autosp_backend(
         gm: graph from Dynamo.
         example_inputs: its inputs.
         options: settings of the JSON's "autosp" section and "mesh", laid over those of ``autosp.initialize``.
-        mode: a ``torch.compile`` mode for the inner backend; only "default" has a meaning here.
+        mode: None or "default"; torch passes it on when a user gives one.
 
     Raises:
-        ConfigError: a wrong option.
+        ConfigError: a wrong option or mode.
         UnsupportedGraphError: the graph holds what cannot be partitioned exactly.
         RankMismatchError: ranks of the group compiled different programs.
     """
+    if mode not in (None, "default"):
+        raise ConfigError(f"mode={mode!r} has no effect under autosp; allowed: None and 'default' (see options=)")
     state = mesh.select(options)
     inner_backend = lookup_backend(state.config.inner_backend if state is not None else _inner_option(options))
     if state is None or state.sp_size == 1:

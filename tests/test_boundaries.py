@@ -1,0 +1,161 @@
+"""What crosses the borders of a graph: graph breaks, activation checkpointing, returned values, no sequence input."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zoo
+from pool import RankFailure, RankInfo, RankPool
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import autosp
+
+
+class Broken(nn.Module):
+    """A graph break between two layers; the second graph mixes the sharded activation with plain parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(32, 16)
+        self.first = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.embedding(input_ids))
+        torch._dynamo.graph_break()
+        x = x + torch.tanh(self.norm(x))
+        q = x.unsqueeze(1)
+        x = x + F.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(1)
+        logits = self.head(x)
+        return F.cross_entropy(logits[:, :-1].reshape(-1, 32), labels[:, 1:].reshape(-1))
+
+
+def across_a_break(rank_info: RankInfo) -> list[parity.Result]:
+    autosp.initialize({"autosp": {"inner_backend": "aot_eager"}})
+    model = Broken()
+    compiled = torch.compile(model, backend="autosp")
+    results = []
+    for length in (16, 24, 17):
+        ids = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(length))
+        batch = {"input_ids": ids, "labels": ids}
+        results.append(parity.compare(model, compiled, batch, prepare=autosp.prepare_batch, loss_of=lambda out: out))
+    return results
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="before torch 2.13 a DTensor subclass cannot trace as its whole")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_graph_break_in_the_middle(ranks: RankPool, world_size: int) -> None:
+    for results in ranks.run(across_a_break, world_size=world_size):
+        for result in results:
+            result.check()
+        assert results[-1].graphs > 1
+
+
+def returned(rank_info: RankInfo, outputs: str, length: int) -> dict[str, Any]:
+    autosp.initialize({"autosp": {"inner_backend": "aot_eager", "outputs": outputs}})
+    model = zoo.build("llama", num_hidden_layers=1)
+    batch = zoo.batch(length)
+    expected = model(**batch).logits
+    logits = torch.compile(model, backend="autosp")(**autosp.prepare_batch(batch)).logits
+    block = -(-length // rank_info.world_size)
+    mine = expected[:, rank_info.rank * block : (rank_info.rank + 1) * block]
+    if outputs == "dtensor":
+        assert isinstance(logits, DTensor) and logits.shape == expected.shape
+        torch.testing.assert_close(logits.to_local(), mine, rtol=1e-5, atol=1e-6)
+        logits = logits.full_tensor()
+    else:
+        assert not isinstance(logits, DTensor)
+    torch.testing.assert_close(logits, mine if outputs == "local" else expected, rtol=1e-5, atol=1e-6)
+    return {"shape": tuple(logits.shape)}
+
+
+@pytest.mark.parametrize(("outputs", "length"), [("dtensor", 17), ("full", 17), ("local", 17), ("dtensor", 16)])
+def test_returned_logits(ranks: RankPool, outputs: str, length: int) -> None:
+    shapes = [found["shape"] for found in ranks.run(returned, outputs, length, world_size=2)]
+    assert sum(shape[1] for shape in shapes) == (length if outputs == "local" else 2 * length)
+
+
+def recomputed(rank_info: RankInfo, checkpointing: bool) -> dict[str, collections.Counter[str]]:
+    """Operators of the forward and backward graph that AOTAutograd makes of the local program."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_compiler
+
+    from autosp import backend
+
+    counts: dict[str, collections.Counter[str]] = {}
+
+    def count(name: str) -> Any:
+        def compiler(gm: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+            counts[name] = collections.Counter(str(n.target) for n in gm.graph.nodes if n.op == "call_function")
+            return gm
+
+        return make_boxed_compiler(compiler)
+
+    original = backend.lookup_backend
+    backend.lookup_backend = lambda name: aot_autograd(fw_compiler=count("forward"), bw_compiler=count("backward"))
+    try:
+        autosp.initialize({"autosp": {"inner_backend": "aot_eager"}})
+        model = zoo.build("llama")
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        out = torch.compile(model.train(), backend="autosp")(**autosp.prepare_batch(zoo.batch(16)))
+        out.loss.backward()
+    finally:
+        backend.lookup_backend = original
+    return counts
+
+
+def test_checkpointed_layers_are_partitioned_and_recomputed(ranks: RankPool) -> None:
+    exchange = "_c10d_functional.all_to_all_single.default"
+    plain = ranks.run(recomputed, False, world_size=2)[0]
+    checkpointed = ranks.run(recomputed, True, world_size=2)[0]
+    assert plain["forward"][exchange] == checkpointed["forward"][exchange] == 4
+    assert plain["backward"][exchange] == 4
+    assert checkpointed["backward"][exchange] == 8
+    assert checkpointed["backward"]["aten.mm.default"] > plain["backward"]["aten.mm.default"]
+
+
+def checkpointed_parity(rank_info: RankInfo) -> list[parity.Result]:
+    def build() -> nn.Module:
+        model = zoo.build("llama")
+        model.gradient_checkpointing_enable()
+        return model.train()
+
+    return parity.run_model(rank_info, build, [zoo.batch(16), zoo.batch(17)])
+
+
+def test_checkpointed_layers_are_exact(ranks: RankPool) -> None:
+    for results in ranks.run(checkpointed_parity, world_size=2):
+        for result in results:
+            result.check()
+
+
+def unknown_inputs(rank_info: RankInfo) -> None:
+    autosp.initialize({"autosp": {"inner_backend": "aot_eager"}})
+    model = nn.Linear(8, 8)
+    torch.compile(model, backend="autosp")(torch.randn(2, 8))
+
+
+def test_no_sequence_input_is_refused_with_the_list_of_inputs(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"no input of this graph is known to run over the sequence") as failure:
+        ranks.run(unknown_inputs, world_size=2)
+    assert "(2, 8)" in str(failure.value)
+    assert "prepare_autosp_inputs" in str(failure.value)
+
+
+def wrong_mode(rank_info: RankInfo) -> None:
+    autosp.initialize({})
+    torch.compile(nn.Linear(8, 8), backend="autosp", mode="max-autotune")(torch.randn(2, 8))
+
+
+def test_a_compile_mode_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="mode='max-autotune' has no effect"):
+        ranks.run(wrong_mode, world_size=2)
