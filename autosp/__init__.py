@@ -10,6 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autosp.config import AutoSPConfig
+    from autosp.custom_ops.linear_loss import (
+        LinearTokenStats,
+        vocab_parallel_linear_cross_entropy,
+        vocab_parallel_linear_entropy,
+        vocab_parallel_linear_jsd,
+        vocab_parallel_linear_kl_div,
+        vocab_parallel_linear_logprobs,
+        vocab_parallel_linear_token_stats,
+    )
+    from autosp.custom_ops.vocab_parallel import (
+        TokenStats,
+        vocab_parallel_cross_entropy,
+        vocab_parallel_entropy,
+        vocab_parallel_jsd,
+        vocab_parallel_kl_div,
+        vocab_parallel_logprobs,
+        vocab_parallel_token_stats,
+        vocab_parallel_topk_kl_div,
+    )
     from autosp.errors import (
         AutoSPError,
         ConfigError,
@@ -31,14 +50,29 @@ _HOME = {
     "ConfigError": "autosp.errors",
     "InputError": "autosp.errors",
     "InternalError": "autosp.errors",
+    "LinearTokenStats": "autosp.custom_ops.linear_loss",
     "RankMismatchError": "autosp.errors",
     "Refusal": "autosp.layout.call",
     "Strategy": "autosp.layout.call",
+    "TokenStats": "autosp.custom_ops.vocab_parallel",
     "UnsupportedGraphError": "autosp.errors",
     "initialize": "autosp.mesh",
     "prepare_autosp_inputs": "autosp.inputs",
     "prepare_batch": "autosp.inputs",
     "register_rule": "autosp.layout.registry",
+    "vocab_parallel_cross_entropy": "autosp.custom_ops.vocab_parallel",
+    "vocab_parallel_entropy": "autosp.custom_ops.vocab_parallel",
+    "vocab_parallel_jsd": "autosp.custom_ops.vocab_parallel",
+    "vocab_parallel_kl_div": "autosp.custom_ops.vocab_parallel",
+    "vocab_parallel_linear_cross_entropy": "autosp.custom_ops.linear_loss",
+    "vocab_parallel_linear_entropy": "autosp.custom_ops.linear_loss",
+    "vocab_parallel_linear_jsd": "autosp.custom_ops.linear_loss",
+    "vocab_parallel_linear_kl_div": "autosp.custom_ops.linear_loss",
+    "vocab_parallel_linear_logprobs": "autosp.custom_ops.linear_loss",
+    "vocab_parallel_linear_token_stats": "autosp.custom_ops.linear_loss",
+    "vocab_parallel_logprobs": "autosp.custom_ops.vocab_parallel",
+    "vocab_parallel_token_stats": "autosp.custom_ops.vocab_parallel",
+    "vocab_parallel_topk_kl_div": "autosp.custom_ops.vocab_parallel",
 }
 
 __all__ = [
@@ -47,14 +81,29 @@ __all__ = [
     "ConfigError",
     "InputError",
     "InternalError",
+    "LinearTokenStats",
     "RankMismatchError",
     "Refusal",
     "Strategy",
+    "TokenStats",
     "UnsupportedGraphError",
     "initialize",
     "prepare_autosp_inputs",
     "prepare_batch",
     "register_rule",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_entropy",
+    "vocab_parallel_jsd",
+    "vocab_parallel_kl_div",
+    "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_linear_entropy",
+    "vocab_parallel_linear_jsd",
+    "vocab_parallel_linear_kl_div",
+    "vocab_parallel_linear_logprobs",
+    "vocab_parallel_linear_token_stats",
+    "vocab_parallel_logprobs",
+    "vocab_parallel_token_stats",
+    "vocab_parallel_topk_kl_div",
 ]
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from test_linear_oracle import relative_error
 
-from autosp.custom_ops.linear_loss import _dispatch, pair_rows, rows
+from autosp.custom_ops import dispatch
+from autosp.custom_ops.linear_loss import pair_rows, rows
 
 pytest.importorskip("triton")
 
@@ -48,7 +49,7 @@ inside = pytest.mark.skipif(not INSIDE, reason="run by test_in_the_interpreter")
 
 def plain(monkeypatch, function, *args, **kwargs):
     with monkeypatch.context() as patch:
-        patch.setattr(_dispatch, "use_triton", lambda _: False)
+        patch.setattr(dispatch, "triton_usable", lambda *_: False)
         return function(*args, **kwargs)
 
 
@@ -68,7 +69,7 @@ def shapes(n):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("v", [1, 7, 4099])
 def test_statistics(monkeypatch, dtype, v):
-    assert _dispatch.use_triton(torch.zeros(1, dtype=dtype, device=DEVICE))
+    assert dispatch.triton_usable(torch.zeros(1, dtype=dtype, device=DEVICE))
     x = block(3, v, dtype)
     for shape in shapes(3):
         got = rows.statistics(x, shape, weighted=True, centred=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from autosp.cli import train
+from autosp.cli import bench, train
 from autosp.errors import AutoSPError
 
 EXIT_USER_ERROR = 2
@@ -26,13 +26,8 @@ app = typer.Typer(
     help="Sequence parallelism for unmodified PyTorch models.",
 )
 
-
-@app.callback()
-def _root() -> None:
-    """Keep subcommands named even while there is only one of them."""
-
-
 app.command("train")(train.train)
+app.add_typer(bench.app, name="bench")
 
 
 def one_line(error: BaseException) -> str:

@@ -13,6 +13,8 @@ import os
 
 import torch
 
+from ..errors import ConfigError
+
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # bf16 arithmetic conversions and 64-bit address arithmetic at full speed start with this CUDA architecture.
 _MIN_CUDA_ARCH = 80
@@ -27,8 +29,16 @@ def triton_usable(*tensors: torch.Tensor) -> bool:
 
     Returns:
         True when every tensor lives on one device that the kernels serve, in a dtype that they load.
+
+    Raises:
+        ConfigError: ``AUTOSP_TRITON`` is neither empty, 0 nor 1.
     """
-    if os.environ.get("AUTOSP_TRITON", "1") == "0" or not tensors or not _triton_importable():
+    setting = os.environ.get("AUTOSP_TRITON") or "1"
+    if setting not in ("0", "1"):
+        raise ConfigError(
+            f"AUTOSP_TRITON is {setting!r}; allowed are 0 (plain PyTorch) and 1 (kernels where they can run)"
+        )
+    if setting == "0" or not tensors or not _triton_importable():
         return False
     if len({tensor.device for tensor in tensors}) != 1:
         return False

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from autosp.errors import InternalError
 
-from . import _dispatch, form_impl, stats_impl
+from .. import dispatch
+from . import form_impl, stats_impl
 from .gemm import accumulator_dtype, logits_dtype
 from .modes import exact_products, refuse_second_derivative
 
@@ -219,7 +220,7 @@ linear_cross_entropy.register_autograd(_formed_backward, setup_context=_formed_s
 def scale_gradient(upstream: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     """``upstream`` (a number) times ``grad`` in ``grad``'s dtype, rounded once to ``dtype``; one pass."""
     out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
-    if _dispatch.use_triton(grad) and grad.is_contiguous() and grad.numel():
+    if dispatch.triton_usable(grad) and grad.is_contiguous() and grad.numel():
         from . import kernels
 
         kernels.scale_into(out, grad, upstream.to(torch.float32))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _dispatch
+from .. import dispatch
 from .gemm import accumulator_dtype
 from .rows import Shape
 
@@ -68,7 +68,7 @@ def values(student: Side, teacher: Side, kind: Kind) -> tuple[torch.Tensor, torc
     out = torch.zeros(2, n, device=student.logits.device, dtype=wide)
     if n == 0 or v == 0:
         return out[0], out[1]
-    if _dispatch.use_triton(student.logits):
+    if dispatch.triton_usable(student.logits):
         from . import pair_kernels
 
         pair_kernels.pair_values(out, student, teacher, kind)
@@ -124,7 +124,7 @@ def gradients_into(
     n, v = student.logits.shape
     if n == 0 or v == 0:
         return
-    if _dispatch.use_triton(student.logits):
+    if dispatch.triton_usable(student.logits):
         from . import pair_kernels
 
         pair_kernels.pair_gradients(student_out, teacher_out, student, teacher, kind, gradient)

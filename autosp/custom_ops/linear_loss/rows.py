@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _dispatch
+from .. import dispatch
 from .gemm import accumulator_dtype
 
 _PLAIN_ELEMENTS = 1 << 22
@@ -121,7 +121,7 @@ class Running:
         if n == 0 or v == 0:
             return
         ids, shape = self._ids, self._shape
-        if _dispatch.use_triton(logits):
+        if dispatch.triton_usable(logits):
             from . import kernels
 
             one = ids is not None and ids.shape[1] == 1
@@ -183,7 +183,7 @@ def gradient_into(out: torch.Tensor, logits: torch.Tensor, shape: Shape, coeffic
     n, v = logits.shape
     if n == 0 or v == 0:
         return
-    if _dispatch.use_triton(logits):
+    if dispatch.triton_usable(logits):
         from . import kernels
 
         kernels.row_gradient(out, logits, shape.softcap, shape.inverse_temperature, coefficients)

@@ -1,0 +1,178 @@
+"""``autosp bench``: time and memory of the losses beside the floor of the card and beside other ways.
+
+torch and the measuring code are imported by a command when it runs, so that ``autosp --help`` stays quick.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autosp.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+# What --device cpu measures when no shape is given: it shows that everything runs, not how fast.
+_CPU_LOSSES = ((64, 1000),)
+_CPU_LINEAR = ((64, 32, 1000),)
+
+app = typer.Typer(
+    no_args_is_help=True, help="Time and memory of the losses, beside the card's floor and other implementations."
+)
+
+Device = Annotated[str, typer.Option(help='"cuda", or "cpu" for a smoke test at tiny shapes.')]
+Json = Annotated[Path | None, typer.Option("--json", help="Write device, versions and rows to this file.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed runs; the median is shown.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.command("losses", epilog="Example: autosp bench losses --shape 8192x75968 --dtype bfloat16 --json losses.json")
+def losses(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="ROWSxVOCABULARY; may be repeated. Default: 8192x75968 and 4096x151936 (64x1000 on a CPU)."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="bfloat16, float32 or float16; may be repeated. Default: bfloat16 and float32."),
+    ] = None,
+    operator: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="logprobs, entropy, cross_entropy, token_stats, forward_kl, reverse_kl or jsd; may be repeated. "
+            "Default: all."
+        ),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='eager, compile, liger or "none"; may be repeated. Default: all that are importable (eager on a CPU).'
+        ),
+    ] = None,
+    device: Device = "cuda",
+    repeats: Repeats = 10,
+    json_file: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Losses over logits: forward + backward against the bytes that they cannot avoid to move."""
+    where = _device(device)
+    _check_target(json_file, "--json")
+    shapes = [_sizes(text, ("ROWS", "VOCABULARY")) for text in shape or ()]
+    from autosp.bench import losses as measuring
+
+    on_cpu = where.type == "cpu"
+    peers = [] if peer == ["none"] else peer or (["eager"] if on_cpu else list(measuring.PEERS))
+    rows = measuring.run(
+        shapes or (_CPU_LOSSES if on_cpu else measuring.SHAPES),
+        dtype or measuring.DTYPES[:2],
+        operator or tuple(measuring.PASSES),
+        peers,
+        device,
+        repeats,
+    )
+    about = measuring.environment(device)
+    print(" ".join(f"{key}={value}" for key, value in about.items()))
+    print(measuring.table(rows))
+    _write(json_file, {"environment": about, "results": rows})
+
+
+@app.command(
+    "linear-loss",
+    epilog="Example: autosp bench linear-loss --shape 8192x4096x128256 --json rows.json --picture linear_loss.png",
+)
+def linear_loss(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="TOKENSxHIDDENxVOCABULARY; may be repeated. Default: 8192x4096x128256, 16384x4096x131072 and "
+            "8192x2304x256000 (64x32x1000 on a CPU)."
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Name of a method, as in the table ("autosp fast"); may be repeated. Default: all that are '
+            "importable (without torch.compile on a CPU)."
+        ),
+    ] = None,
+    device: Device = "cuda",
+    repeats: Repeats = 10,
+    json_file: Json = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw time against memory here (.png, .svg, .pdf).")] = None,
+    debug: Debug = False,
+) -> None:
+    """The LM head with its loss: forward + backward against the GEMMs that it cannot avoid."""
+    where = _device(device)
+    on_cpu = where.type == "cpu"
+    _check_target(json_file, "--json")
+    _check_target(picture, "--picture", (".png", ".svg", ".pdf"))
+    if picture is not None and on_cpu:
+        raise ConfigError("--picture draws memory figures, which only a GPU counts; leave out --device cpu")
+    shapes = [_sizes(text, ("TOKENS", "HIDDEN", "VOCABULARY")) for text in shape or ()]
+    import torch
+
+    from autosp.bench import linear_loss as measuring
+    from autosp.bench.losses import DTYPES
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}; allowed are {list(DTYPES)}")
+    names = only or [n for n in measuring.methods()[0] if not (on_cpu and n.startswith("torch.compile"))]
+    rows = measuring.run(
+        tuple(shapes) or (_CPU_LINEAR if on_cpu else measuring.SHAPES),
+        tuple(names),
+        device,
+        getattr(torch, dtype),
+        repeats,
+    )
+    name = "cpu" if on_cpu else torch.cuda.get_device_name(where)
+    print(f"{name}, torch {torch.__version__}, {dtype}, median of {repeats}\n")
+    print(measuring.table_text(rows))
+    about = {"device": name, "torch": torch.__version__, "dtype": dtype, "rows": [asdict(row) for row in rows]}
+    _write(json_file, about)
+    if picture is not None:
+        measuring.draw(rows, picture)
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("cuda", "cpu"):
+        raise ConfigError(f'--device is {name!r}; allowed are "cuda" and "cpu"')
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "torch sees no CUDA device, and figures of a CPU say nothing about the bars; run where there is one, or "
+            "give --device cpu for a smoke test at tiny shapes"
+        )
+    return torch.device(name)
+
+
+def _sizes(text: str, names: Sequence[str]) -> tuple[Any, ...]:
+    parts = text.lower().split("x")
+    if len(parts) != len(names) or not all(part.isdigit() and int(part) > 0 for part in parts):
+        example = "8192x75968" if len(names) == 2 else "8192x4096x128256"
+        raise ConfigError(f"--shape is {text!r}; {'x'.join(names)} of positive numbers is expected, such as {example}")
+    return tuple(map(int, parts))
+
+
+def _check_target(path: Path | None, option: str, suffixes: Sequence[str] = ()) -> None:
+    """Refuse a file that could not be written, before minutes of measuring."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"{option} is {str(path)!r}; a file in a folder that exists is expected")
+    if suffixes and path.suffix not in suffixes:
+        raise ConfigError(f"{option} is {str(path)!r}; allowed endings are {', '.join(suffixes)}")
+
+
+def _write(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print(f"written: {path}", file=sys.stderr)
