@@ -47,7 +47,7 @@ def square(kind: str, rows: int, heads: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["bool_4d", "float_shared", "float_per_head", "float_keys_only", "float_3d"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_square_masks(ranks: RankPool, kind: str, world: int):
     batches = [{**toys.batch(n), "attention_mask": square(kind, 2, 4, n)} for n in (16, 17)]
     check_all(ranks.run(parity.run_model, toys.build, batches, world_size=world))
@@ -85,7 +85,7 @@ def test_sliding_window(ranks: RankPool, window: int):
 
 
 @pytest.mark.parametrize("kind", ["table", "slopes"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_learned_bias(ranks: RankPool, kind: str, world: int):
     build = functools.partial(toys.LearnedBias, kind)
     check_all(ranks.run(parity.run_model, build, [toys.batch(16), toys.batch(17)], world_size=world))
@@ -119,7 +119,7 @@ class WrittenOut(nn.Module):
         return toys.Out(toys.pad_slice(toy, logits, labels), logits)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 def test_attention_written_out(ranks: RankPool, world: int, sinks: bool):
     build = functools.partial(WrittenOut, sinks)

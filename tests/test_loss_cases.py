@@ -38,7 +38,8 @@ def check_all(everyone: list[list[parity.Result]], rtol: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("loss", list(toys.LOSSES))
 def test_form_of_the_loss(ranks: RankPool, loss: str):
-    batches = [toy_batch(loss, 16), toy_batch(loss, 17)]
+    # The uneven length has every border; the even one is a program of its own and shown once.
+    batches = [toy_batch(loss, length) for length in ([16, 17] if loss == "pad_slice" else [17])]
     # What runs over the sequence besides ids and labels must be tagged for a length that may change.
     tags = {key: 1 for key in ("weights", "teacher") if key in batches[0]}
     build = functools.partial(toys.build, loss)

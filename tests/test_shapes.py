@@ -24,8 +24,18 @@ def check_all(everyone: list[list[parity.Result]], rtol: float = 1e-5) -> None:
             result.check(rtol)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("length", [1, 2, 3, 17, 18])
+def grid(values: list[Any], quick: set[tuple[Any, int]]) -> list[Any]:
+    """Every value at 2, 3 and 4 ranks; those that are not ``quick`` are slow."""
+    return [
+        pytest.param(value, world, marks=() if (value, world) in quick else pytest.mark.slow)
+        for value in values
+        for world in (2, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("length", "world"), grid([1, 2, 3, 17, 18], {(1, 2), (1, 4), (2, 3), (3, 4), (17, 2), (18, 4)})
+)
 def test_length(ranks: RankPool, length: int, world: int):
     batch = toys.batch(length, ignored=0.0)
     loss = "unshifted" if length == 1 else "pad_slice"
@@ -64,8 +74,10 @@ def test_batch_sizes(ranks: RankPool, dynamic: bool | None):
 HEADS = [(8, 8), (8, 2), (8, 1), (6, 3), (9, 3), (28, 7), (40, 8), (3, 1), (2, 2)]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("heads", HEADS, ids=lambda h: f"{h[0]}q{h[1]}kv")
+QUICK_HEADS = {((8, 8), 2), ((8, 2), 3), ((8, 1), 4), ((6, 3), 4), ((9, 3), 4), ((28, 7), 2), ((40, 8), 3), ((2, 2), 3)}
+
+
+@pytest.mark.parametrize(("heads", "world"), grid(HEADS, QUICK_HEADS))
 def test_heads(ranks: RankPool, heads: tuple[int, int], world: int):
     build = functools.partial(toys.build, heads=heads[0], kv_heads=heads[1])
     check_all(ranks.run(parity.run_model, build, [toys.batch(17)], world_size=world))
@@ -328,8 +340,17 @@ def reduced_by_an_engine(rank_info: RankInfo, mode: str, kind: str) -> tuple[flo
     return max((parity.error(found[name], expected[name], floor), name) for name in expected)
 
 
-@pytest.mark.parametrize("kind", ["tied", "learned_bias"])
-@pytest.mark.parametrize("mode", ["graph", "engine_mean", "engine_sum"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("tied", "graph"),
+        ("learned_bias", "engine_mean"),
+        ("learned_bias", "engine_sum"),
+        pytest.param("tied", "engine_mean", marks=pytest.mark.slow),
+        pytest.param("tied", "engine_sum", marks=pytest.mark.slow),
+        pytest.param("learned_bias", "graph", marks=pytest.mark.slow),
+    ],
+)
 def test_gradient_reduction(ranks: RankPool, mode: str, kind: str):
     for worst, name in ranks.run(reduced_by_an_engine, mode, kind, world_size=4):
         assert worst <= 1e-5, name
