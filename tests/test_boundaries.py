@@ -192,3 +192,40 @@ def normalised(rank_info: RankInfo) -> parity.Result:
 def test_padding_rows_stay_finite(ranks: RankPool) -> None:
     for result in ranks.run(normalised, world_size=3):
         result.check()
+
+
+class Probe(nn.Module):
+    """Uses a layer without gradient first and with gradient afterwards, as a stop-gradient target does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(32, 16)
+        self.layer = nn.Linear(16, 16)
+        self.table = nn.Parameter(torch.randn(64, 16) * 0.1)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        positions = self.table[: input_ids.shape[1]]
+        with torch.no_grad():
+            probe = self.layer(x + positions)
+        y = self.layer(x + positions) * probe
+        return (y * y.detach().mean(1, keepdim=True)).sum()
+
+
+def probed(rank_info: RankInfo) -> list[parity.Result]:
+    autosp.initialize({"autosp": {"inner_backend": "aot_eager"}})
+    model = Probe()
+    compiled = torch.compile(model, backend="autosp")
+    results = []
+    for length in (16, 17):
+        ids = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(length))
+        out = parity.compare(model, compiled, {"input_ids": ids}, prepare=autosp.prepare_batch, loss_of=lambda out: out)
+        results.append(out)
+    return results
+
+
+def test_a_layer_used_without_gradient_first(ranks: RankPool) -> None:
+    for results in ranks.run(probed, world_size=2):
+        for result in results:
+            result.check()

@@ -44,7 +44,7 @@ class LocalInterpreter(fx.Interpreter):
         self.parameters = parameters
         self.outputs = outputs
         self.specs: list[OutputSpec] = []
-        self._moved: dict[tuple[fx.Node, bool], list[tuple[Placement, float | None, torch.Tensor]]] = {}
+        self._moved: dict[tuple[fx.Node, bool, bool], list[tuple[Placement, float | None, torch.Tensor]]] = {}
         self._current: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -87,7 +87,8 @@ class LocalInterpreter(fx.Interpreter):
 
     def _moved_to(self, node: fx.Node, needed: Placement, fill: float | None, sharded: bool) -> torch.Tensor:
         """The value of ``node`` in layout ``needed``; each move is made once."""
-        cache = self._moved.setdefault((node, sharded), [])
+        # A move made inside a no_grad region carries no gradient and must not serve outside it.
+        cache = self._moved.setdefault((node, sharded, torch.is_grad_enabled()), [])
         for placement, old_fill, moved in cache:
             if same_placement(placement, needed) and old_fill == fill:
                 return moved
