@@ -14,6 +14,7 @@ import torch
 from .agreement import agree
 from .layout.axis import Axis
 from .layout.outputs import OutputSpec
+from .layout.padding import pad_rows
 from .mesh import AutoSPState
 from .sequence_tensor import ToLocal, from_local
 
@@ -90,7 +91,11 @@ class LocalProgram:
         missing = self.axis.block(arg.shape[dim]) - local.shape[dim]
         if not missing:
             return local
-        return torch.nn.functional.pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing])
+        if not local.shape[dim]:
+            shape = list(local.shape)
+            shape[dim] = missing
+            return local.sum() + local.new_ones(shape)
+        return pad_rows(local.movedim(dim, 0), 0, missing).movedim(0, dim)
 
     def _wrap(self, results: Sequence[Any], index: int, spec: OutputSpec) -> Any:
         value = results[index]

@@ -159,3 +159,36 @@ def wrong_mode(rank_info: RankInfo) -> None:
 def test_a_compile_mode_is_refused(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="mode='max-autotune' has no effect"):
         ranks.run(wrong_mode, world_size=2)
+
+
+class Normalised(nn.Module):
+    """Divides rows by their norm without an epsilon: a padding row of zeros would turn weight gradients into NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(32, 16, padding_idx=0)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        x = x / x.norm(dim=-1, keepdim=True)
+        q = x.unsqueeze(1)
+        x = F.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(1)
+        x = x / x.norm(dim=-1, keepdim=True) / torch.arange(1, input_ids.shape[1] + 1)[:, None]
+        logits = self.head(x)
+        return F.cross_entropy(logits[:, :-1].reshape(-1, 32), labels[:, 1:].reshape(-1))
+
+
+def normalised(rank_info: RankInfo) -> parity.Result:
+    autosp.initialize({"autosp": {"inner_backend": "aot_eager"}})
+    model = Normalised()
+    ids = torch.randint(1, 32, (2, 17), generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(model, backend="autosp")
+    batch = {"input_ids": ids, "labels": ids}
+    return parity.compare(model, compiled, batch, prepare=autosp.prepare_batch, loss_of=lambda out: out)
+
+
+def test_padding_rows_stay_finite(ranks: RankPool) -> None:
+    for result in ranks.run(normalised, world_size=3):
+        result.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -19,7 +19,6 @@ import torch
 import toys
 import zoo
 from pool import RankInfo, RankPool
-from torch.utils.checkpoint import checkpoint
 
 import autosp
 from autosp.errors import InternalError, UnsupportedGraphError
@@ -172,31 +171,52 @@ def refusal(model: torch.nn.Module) -> BaseException:
     return getattr(caught.value, "inner_exception", caught.value)
 
 
-class Between(toys.Toy):
-    """A toy whose graph breaks between its layers and its head: what crosses is sharded."""
-
-    def hidden(self, *args: Any) -> torch.Tensor:
-        x = super().hidden(*args)
-        torch._dynamo.graph_break()
-        return x
-
-
-class Recomputed(toys.Toy):
-    """A toy whose layers, attention included, are computed again in the backward."""
-
-    def hidden(self, *args: Any) -> torch.Tensor:
-        return checkpoint(super().hidden, *args, use_reentrant=False)
-
-
 def seeded(kind: type[toys.Toy]) -> toys.Toy:
     torch.manual_seed(0)
     return kind()
 
 
-@pytest.mark.parametrize("kind", [Between, Recomputed])
-def test_graph_breaks_and_checkpoints_are_exact(ranks: RankPool, kind: type[toys.Toy]) -> None:
-    batches = [toys.batch(16), toys.batch(17)]
-    for results in ranks.run(parity.run_model, functools.partial(seeded, kind), batches, timeout=240):
+class LossOnly(toys.Toy):
+    """A toy that returns no logits."""
+
+    def forward(self, *args: Any, **more: Any) -> torch.Tensor:
+        return super().forward(*args, **more).loss
+
+
+def run_fused(rank_info: RankInfo, kind: type[toys.Toy], mode: str) -> list[parity.Result]:
+    from autosp import backend
+
+    autosp.initialize({"autosp": {"inner_backend": "aot_eager", "fuse_linear_cross_entropy": mode}})
+    model = seeded(kind)
+    run_pipeline, operators = backend.run_pipeline, set()
+
+    def watched(work: Any) -> Any:
+        done = run_pipeline(work)
+        operators.update(str(node.target) for node in done.graph.graph.nodes)
+        return done
+
+    with mock.patch.object(backend, "run_pipeline", watched):
+        results = compare_fused(model, mode)
+    assert "autosp.linear_cross_entropy_sums.default" in operators
+    assert "aten.cross_entropy_loss.default" not in operators
+    return results
+
+
+def compare_fused(model: torch.nn.Module, mode: str) -> list[parity.Result]:
+    compiled = torch.compile(model, backend="autosp")
+    results = []
+    for length in (16, 17):
+        batch = toys.batch(length)
+        loss_of = lambda out: out if isinstance(out, torch.Tensor) else out.loss  # noqa: E731
+        results.append(parity.compare(model, compiled, batch, prepare=autosp.prepare_batch, loss_of=loss_of))
+    if mode == "always":
+        assert compiled(**autosp.prepare_batch(toys.batch(16))).logits is None
+    return results
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(LossOnly, "auto"), (toys.Toy, "always")])
+def test_the_head_fused_into_the_loss_is_exact(ranks: RankPool, kind: type[toys.Toy], mode: str) -> None:
+    for results in ranks.run(run_fused, kind, mode, timeout=240):
         for result in results:
             result.check()
 

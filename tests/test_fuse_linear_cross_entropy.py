@@ -183,7 +183,6 @@ def head_written_afterwards(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor, t
     return flat(logits, t)
 
 
-@pytest.mark.xfail(strict=True, reason="the pass moves the head out of its region, and past a write to its weight")
 @pytest.mark.parametrize("form", [head_without_gradient, head_written_afterwards])
 def test_leaves_a_head_that_cannot_be_moved_alone(form: Form):
     gm = trace(form, *operands())

@@ -12,6 +12,7 @@ import torch
 import toys
 import zoo
 from pool import RankInfo, RankPool
+from torch.distributed.tensor import DTensor
 
 AOT_EAGER = {"autosp": {"inner_backend": "aot_eager"}}
 LLAMA = functools.partial(zoo.build, "llama", num_hidden_layers=1)
@@ -37,7 +38,8 @@ def check_all(everyone: list[list[parity.Result]], rtol: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("loss", list(toys.LOSSES))
 def test_form_of_the_loss(ranks: RankPool, loss: str):
-    batches = [toy_batch(loss, 16), toy_batch(loss, 17)]
+    # The uneven length has every border; the even one is a program of its own and shown once.
+    batches = [toy_batch(loss, length) for length in ([16, 17] if loss == "pad_slice" else [17])]
     # What runs over the sequence besides ids and labels must be tagged for a length that may change.
     tags = {key: 1 for key in ("weights", "teacher") if key in batches[0]}
     build = functools.partial(toys.build, loss)
@@ -219,7 +221,7 @@ def evaluate_between(rank_info: RankInfo) -> dict[str, Any]:
     model.train()
     parity.compare(model, compiled, zoo.batch(16, seed=1), prepare=autosp.prepare_batch).check()
     return {
-        "kind": type(logits).__name__,
+        "sharded": isinstance(logits, DTensor),
         "shape": tuple(logits.shape),
         "local": tuple(logits.to_local().shape),
         "error": parity.error(logits.full_tensor(), reference),
@@ -231,7 +233,7 @@ def evaluate_between(rank_info: RankInfo) -> dict[str, Any]:
 def test_train_evaluate_train(ranks: RankPool):
     everyone = ranks.run(evaluate_between, timeout=300)
     for result, rows in zip(everyone, (9, 8), strict=True):
-        assert result["kind"] == "DTensor"
+        assert result["sharded"]
         assert result["shape"] == (2, 17, zoo.VOCAB)
         assert result["local"] == (2, rows, zoo.VOCAB)
         assert result["error"] <= 1e-5

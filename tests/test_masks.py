@@ -39,6 +39,31 @@ def causal_and_true(s: int) -> torch.Tensor:
     return torch.ones(s, s, dtype=torch.bool) & arange_le(s)
 
 
+def one_document(s: int) -> torch.Tensor:
+    """Packed-sequence detection on positions that the model counts itself: there is one document."""
+    positions = torch.arange(s)[None]
+    before = torch.cat([positions[:, :1] - 1, positions], dim=-1)
+    document = (before[:, 1:] - before[:, :-1] != 1).cumsum(-1)
+    rows, q, k = torch.arange(1)[:, None, None], torch.arange(s)[None, :, None], torch.arange(s)[None, None, :]
+    return (k <= q) & (document[rows, q] == document[rows, k])
+
+
+def two_documents(s: int) -> torch.Tensor:
+    positions = torch.cat([torch.arange(5), torch.arange(s - 5)])[None]
+    before = torch.cat([positions[:, :1] - 1, positions], dim=-1)
+    document = (before[:, 1:] - before[:, :-1] != 1).cumsum(-1)
+    rows, q, k = torch.arange(1)[:, None, None], torch.arange(s)[None, :, None], torch.arange(s)[None, None, :]
+    return (k <= q) & (document[rows, q] == document[rows, k])
+
+
+def every_second(s: int) -> torch.Tensor:
+    positions = torch.arange(0, 2 * s, 2)[None]
+    before = torch.cat([positions[:, :1] - 1, positions], dim=-1)
+    document = (before[:, 1:] - before[:, :-1] != 1).cumsum(-1)
+    q, k = torch.arange(s)[:, None], torch.arange(s)[None, :]
+    return (k <= q) & (document[0][:, None] == document[0][None, :])
+
+
 def window(s: int) -> torch.Tensor:
     q, k = torch.arange(s)[:, None], torch.arange(s)[None, :]
     return (k <= q) & (k > q - 4)
@@ -88,7 +113,9 @@ def is_causal(gm: fx.GraphModule) -> bool:
     return bool(causal)
 
 
-@pytest.mark.parametrize("mask", [arange_le, arange_ge_shifted, strictly_less_than_next, tril, causal_and_true])
+@pytest.mark.parametrize(
+    "mask", [arange_le, arange_ge_shifted, strictly_less_than_next, tril, causal_and_true, one_document]
+)
 def test_causal_masks_are_proven(mask: Mask) -> None:
     gm = simplify_masks_pass(attend(mask))
     assert is_causal(gm)
@@ -100,7 +127,19 @@ def test_causal_masks_are_proven(mask: Mask) -> None:
 
 
 @pytest.mark.parametrize(
-    "mask", [window, anti_causal, strict, off_by_one, tril_shifted, doubled, dynamic_slice, wrong_corner]
+    "mask",
+    [
+        two_documents,
+        every_second,
+        window,
+        anti_causal,
+        strict,
+        off_by_one,
+        tril_shifted,
+        doubled,
+        dynamic_slice,
+        wrong_corner,
+    ],
 )
 def test_other_masks_stay(mask: Mask) -> None:
     gm = attend(mask)

@@ -300,13 +300,10 @@ def test_interpreter_moves_a_value_once(axis: Axis):
 
 def test_pipeline_order_is_valid_and_every_pass_says_why():
     check_order(PIPELINE)
-    assert [entry.name for entry in PIPELINE] == [
-        "functionalize_inplace",
-        "infer_layouts",
-        "move_slices_up",
-        "localize",
-        "verify",
-    ]
+    names = [entry.name for entry in PIPELINE]
+    known = ["functionalize_inplace", "infer_layouts", "move_slices_up", "localize", "verify"]
+    assert [name for name in names if name in known] == known
+    assert len(set(names)) == len(names) and names[-1] == "verify"
     assert all(entry.reason and entry.ensures for entry in PIPELINE)
 
 

@@ -323,3 +323,25 @@ def teacher(length: int, *, rows: int = 2, vocab: int = VOCAB) -> torch.Tensor:
     """Probabilities over the vocabulary for each token."""
     generator = torch.Generator().manual_seed(5)
     return torch.softmax(torch.randn(rows, length, vocab, generator=generator), dim=-1)
+
+
+class LearnedBias(nn.Module):
+    """Attention biases that are parameters: T5's table by distance, one number a head, ALiBi's slopes; a tied head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.toy = build(tied=True)
+        self.kind = kind
+        torch.manual_seed(9)
+        self.table = nn.Embedding(8, 4)
+        self.slopes = nn.Parameter(torch.rand(4))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Out:
+        places = torch.arange(input_ids.shape[1])
+        distance = places[:, None] - places[None, :]
+        if self.kind == "table":
+            bias = self.table(distance.clamp(0, 7)).permute(2, 0, 1).unsqueeze(0)
+        else:
+            bias = -self.slopes.view(1, 4, 1, 1) * distance.abs()
+        bias = bias.masked_fill(distance < 0, float("-inf"))
+        return self.toy(input_ids, labels, attention_mask=bias)

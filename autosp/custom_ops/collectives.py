@@ -58,13 +58,23 @@ def _join_dim(x: Tensor, dim: int, outer, inner) -> Tensor:
 
 
 def _cut(x: Tensor, dim, length, size, start, outer, inner, fill, group: str) -> Tensor:
-    """This rank's block of a whole tensor, padding rows filled with ``fill``."""
+    """This rank's block of a whole tensor; padding rows are ``fill``, or copies of the nearest row when it is None.
+
+    A copy of a real row stays finite wherever real rows do: a padding row of zeros under ``1 / x`` would be infinite,
+    and its gradient, zero times infinity, would not be zero.
+    """
     ranks = group_size(group)
     block = _block(length, group)
     rows = _split_dim(x, dim, outer, size, inner)
-    if not _is_whole(length, size, start, ranks):
+    first = group_rank(group) * block
+    if _is_whole(length, size, start, ranks):
+        rows = rows.narrow(0, first, block)
+    elif fill is None:
+        nearest = (torch.arange(block, device=x.device) + (first - start)).clamp(0, size - 1)
+        rows = rows.index_select(0, nearest)
+    else:
         rows = F.pad(rows, [0, 0] * (rows.dim() - 1) + [start, block * ranks - start - size], value=fill)
-    rows = rows.narrow(0, group_rank(group) * block, block)
+        rows = rows.narrow(0, first, block)
     return _join_dim(rows, dim, outer, inner).clone(memory_format=torch.contiguous_format)
 
 
@@ -178,7 +188,7 @@ class _EnterSharded(torch.autograd.Function):
 _CUT = "int dim, SymInt length, SymInt size, SymInt start, SymInt outer, SymInt inner"
 
 shard_sequence = define(
-    f"shard_sequence(Tensor x, {_CUT}, Scalar fill, str group) -> Tensor",
+    f"shard_sequence(Tensor x, {_CUT}, Scalar? fill, str group) -> Tensor",
     forward=_cut,
     fake=lambda x, dim, length, size, start, outer, inner, fill, group: _resized(
         x, dim, outer * _block(length, group) * inner

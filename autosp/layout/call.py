@@ -88,7 +88,8 @@ class Strategy:
             replicated.
         output: layout of the result, a sequence for several results.
         local: computes the local result from the local arguments by name; None runs the operator itself.
-        fills: by argument name, the number that padding rows get when a replicated argument is cut (default 0).
+        fills: by argument name, the number that padding rows get when a replicated argument is cut (default: copies of
+            the nearest row).
         note: one line for the compile report.
         sharded: whether each rank computes a part, so that whole operands get only a part of their gradient on each
             rank; None tells it by the output (whole: no).

@@ -79,6 +79,7 @@ def _view_places(node: fx.Node) -> dict[int, int] | None:
         "aten::clone",
         "aten::slice",
         "aten::alias",
+        "aten::narrow",
     ):
         return {d - rank: d - rank for d in range(rank)}
     if name == "aten::unsqueeze":
@@ -135,13 +136,52 @@ def _affine_call(node: fx.Node) -> Affine | None:
         if left is None or right is None:
             return None
         return left.minus(right if name == "aten::sub" else right.negated())
+    if name == "aten::cat":
+        return _joined(node)
+    if name == "aten::cumsum":
+        return _running_sum(node)
+    if name == "aten::index":
+        constant = affine_of(node.args[0])
+        return constant if constant is not None and not constant.coefficients else None
     places = _view_places(node)
     inner = affine_of(node.args[0]) if places is not None else None
     if inner is None or places is None:
         return None
-    if name == "aten::slice":
+    if name in ("aten::slice", "aten::narrow"):
         inner = _sliced(node, inner)
     return inner.moved(places) if inner is not None else None
+
+
+def _joined(node: fx.Node) -> Affine | None:
+    """Pieces that continue one line, such as ``cat([p[:1] - 1, p])`` of positions ``p``."""
+    shape, pieces = _shape(node), node.args[0]
+    if shape is None or not isinstance(pieces, (list, tuple)):
+        return None
+    joined: Any = node.args[1] if len(node.args) > 1 else 0
+    dim = joined % len(shape) - len(shape)
+    known = [(form, _shape(piece)) for piece in pieces if (form := affine_of(piece)) is not None]
+    # In a piece of one element the slope does not show.
+    slopes = {dict(form.coefficients).get(dim, 0) for form, sizes in known if sizes and not known_equal(sizes[dim], 1)}
+    if len(known) != len(pieces) or len(slopes) != 1:
+        return None
+    slope, offset, lines = slopes.pop(), 0, []
+    for form, sizes in known:
+        rest = {d: a for d, a in form.coefficients if d != dim}
+        lines.append(Affine.of({**rest, dim: slope}, form.constant - slope * offset))
+        offset = offset + (sizes or ())[dim]
+    first = lines[0]
+    same = all(x.coefficients == first.coefficients and known_equal(x.constant, first.constant) for x in lines)
+    return first if same else None
+
+
+def _running_sum(node: fx.Node) -> Affine | None:
+    """The running sum of what is nowhere true, or zero everywhere."""
+    source = node.args[0]
+    if _is_bool(source):
+        proof = where_of(source)
+        return Affine.of({}, 0) if proof is not None and NEVER in proof.conditions else None
+    zero = Affine.of({}, 0)
+    return zero if affine_of(source) == zero else None
 
 
 def _arange(node: fx.Node) -> Affine | None:
@@ -166,6 +206,7 @@ def _sliced(node: fx.Node, form: Affine) -> Affine | None:
     return Affine.of(coefficients, form.constant + coefficients[dim] * start)
 
 
+NEVER = Affine.of({}, -1)
 _COMPARISONS = {"aten::ge": (1, 0), "aten::gt": (1, -1), "aten::le": (-1, 0), "aten::lt": (-1, -1)}
 
 
@@ -181,6 +222,8 @@ def where_of(node: Any) -> Where | None:
         sign, shift = _COMPARISONS[name]
         difference = left.minus(right)
         return Where(((difference if sign > 0 else difference.negated()).shifted(shift),))
+    if name in ("aten::eq", "aten::ne"):
+        return _equal(node, name == "aten::ne")
     if name in ("aten::bitwise_and", "aten::logical_and", "aten::__and__", "aten::mul"):
         one, other = where_of(node.args[0]), where_of(node.args[1])
         return Where(one.conditions + other.conditions) if one is not None and other is not None else None
@@ -195,6 +238,19 @@ def where_of(node: Any) -> Where | None:
     if shown is None or places is None:
         return None
     return _all_known([form.moved(places) for form in shown.conditions])
+
+
+def _equal(node: fx.Node, negated: bool) -> Where | None:
+    """Equality of two forms: both inequalities; of inequality only what is the same for all indices is known."""
+    left, right = affine_of(node.args[0]), affine_of(node.args[1])
+    if left is None or right is None:
+        return None
+    difference = left.minus(right)
+    if not negated:
+        return Where((difference, difference.negated()))
+    if difference.coefficients or not isinstance(difference.constant, int):
+        return None
+    return Where(() if difference.constant else (NEVER,))
 
 
 def _all_known(conditions: Sequence[Affine | None]) -> Where | None:

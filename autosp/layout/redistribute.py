@@ -7,9 +7,9 @@ so that edge sums over the group in the backward (``partial_grad``).
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from .axis import Axis
+from .padding import pad_rows
 from .placement import Partial, Placement, Replicate, Shard, same_placement
 
 
@@ -24,7 +24,7 @@ def redistribute(
     axis: Axis,
     *,
     dtype: torch.dtype,
-    fill: float = 0,
+    fill: float | None = None,
     partial_grad: bool = False,
 ) -> torch.Tensor:
     """Local tensor of a value in another layout.
@@ -35,7 +35,7 @@ def redistribute(
         needed: layout of the result.
         axis: the mesh axis.
         dtype: dtype of the whole value (a partial sum may be held wider).
-        fill: value of padding rows when a whole tensor is cut.
+        fill: value of padding rows when a whole tensor is cut; None repeats the nearest row.
         partial_grad: the result feeds sharded computation, so a whole result gets only a part of its gradient on each
             rank.
     """
@@ -84,7 +84,7 @@ def exchange(x: torch.Tensor, current: Shard, needed: Shard, axis: Axis) -> torc
     block, target_block = axis.block(current.length), axis.block(needed.length)
     rows = x.movedim((needed.dim, current.dim), (0, 1))
     if axis.has_padding(needed):
-        rows = F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, ranks * target_block - needed.length])
+        rows = pad_rows(rows, 0, ranks * target_block - needed.length)
     rest = list(rows.shape[2:])
     flat = rows.reshape(-1)
     piece = flat.numel() // ranks

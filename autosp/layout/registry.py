@@ -29,13 +29,20 @@ def register_rule(*targets: Any, seeds: bool = False) -> Callable[[Rule], Rule]:
     """
 
     def decorate(rule: Rule) -> Rule:
+        # Whichever is imported first, a rule of the package never replaces one that a user registered.
+        is_own = _is_own(rule)
         for overload in _overloads(targets):
+            if is_own and overload in _RULES and not _is_own(_RULES[overload]):
+                continue
             _RULES[overload] = rule
-            if seeds:
-                _SEEDS.add(overload)
+            (_SEEDS.add if seeds else _SEEDS.discard)(overload)
         return rule
 
     return decorate
+
+
+def _is_own(rule: Rule) -> bool:
+    return rule.__module__.startswith(__name__.rpartition(".")[0])
 
 
 def find_rule(target: Any) -> Rule | None:

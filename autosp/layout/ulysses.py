@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 from .axis import Axis
+from .padding import pad_rows
 from .placement import Shard
 
 
@@ -90,7 +90,7 @@ def gather_heads(axis: Axis, x: torch.Tensor, blocks: tuple[tuple[int, int], ...
     block = axis.block(cut.length)
     rows = x.permute(2, 1, 0, 3)
     if axis.has_padding(cut):
-        rows = F.pad(rows, [0, 0, 0, 0, 0, 0, cut.start, axis.size * block - cut.start - cut.size])
+        rows = pad_rows(rows, cut.start, axis.size * block - cut.start - cut.size)
     counts = [hi - lo for lo, hi in blocks]
     receive = [block * count * batch * size for count in counts]
     buffer = rows.reshape(-1)

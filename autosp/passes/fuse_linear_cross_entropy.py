@@ -94,7 +94,25 @@ def _match(loss: fx.Node) -> _Match | None:
     returned |= any(u.op == "output" for u in node.users)
     if any(u is not user and u.op != "output" and not _is_size(u) for u in node.users):
         return None
+    if _is_barred(node, loss):
+        return None
     return _Match(loss, node, rows[::-1], softcap, returned)
+
+
+def _is_barred(linear: fx.Node, loss: fx.Node) -> bool:
+    """A write, or the border of a region (no_grad, autocast), lies between: the head must be computed where it
+    stands.
+    """
+    node = linear.next
+    while node is not loss:
+        if node.op == "call_function":
+            is_operator = isinstance(node.target, torch._ops.OpOverload)
+            if is_operator and node.target._schema.is_mutable:
+                return True
+            if not is_operator and node.meta.get("val") is None:
+                return True
+        node = node.next
+    return False
 
 
 def _is_size(node: fx.Node) -> bool:

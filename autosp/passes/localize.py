@@ -44,7 +44,7 @@ class LocalInterpreter(fx.Interpreter):
         self.parameters = parameters
         self.outputs = outputs
         self.specs: list[OutputSpec] = []
-        self._moved: dict[tuple[fx.Node, bool], list[tuple[Placement, float, torch.Tensor]]] = {}
+        self._moved: dict[tuple[fx.Node, bool], list[tuple[Placement, float | None, torch.Tensor]]] = {}
         self._current: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -73,19 +73,19 @@ class LocalInterpreter(fx.Interpreter):
 
     def _local_argument(self, name: str, arg: Any, strategy: Strategy, sharded: bool) -> Any:
         needed = strategy.inputs.get(name, REPLICATE)
-        fill = strategy.fills.get(name, 0)
+        fill = strategy.fills.get(name)
         if isinstance(arg, (list, tuple)):
             many = needed if isinstance(needed, (list, tuple)) else [needed] * len(arg)
             return [self._local_value(item, want, fill, sharded) for item, want in zip(arg, many, strict=True)]
         return self._local_value(arg, needed, fill, sharded)
 
-    def _local_value(self, arg: Any, needed: Placement | None, fill: float, sharded: bool) -> Any:
+    def _local_value(self, arg: Any, needed: Placement | None, fill: float | None, sharded: bool) -> Any:
         node = getattr(arg, "node", None)
         if not isinstance(node, fx.Node):
             return arg
         return self._moved_to(node, needed or REPLICATE, fill, sharded)
 
-    def _moved_to(self, node: fx.Node, needed: Placement, fill: float, sharded: bool) -> torch.Tensor:
+    def _moved_to(self, node: fx.Node, needed: Placement, fill: float | None, sharded: bool) -> torch.Tensor:
         """The value of ``node`` in layout ``needed``; each move is made once."""
         cache = self._moved.setdefault((node, sharded), [])
         for placement, old_fill, moved in cache:
@@ -152,11 +152,11 @@ class LocalInterpreter(fx.Interpreter):
         if not isinstance(value, torch.Tensor) or layout is None:
             return value, None
         if not isinstance(layout, Shard):
-            return self._moved_to(node, REPLICATE, 0, False), None
+            return self._moved_to(node, REPLICATE, None, False), None
         if self.outputs == "full" or not layout.is_unfactored:
-            return self._moved_to(node, REPLICATE, 0, False), None
+            return self._moved_to(node, REPLICATE, None, False), None
         plain = layout if layout.is_full else replace(layout, length=layout.size, start=0)
-        return self._moved_to(node, plain, 0, True), plain
+        return self._moved_to(node, plain, None, True), plain
 
 
 def _agree(a: IntLike, b: IntLike) -> bool:

@@ -81,7 +81,7 @@ def _own_positions(call: OpCall, local: dict[str, Any]) -> torch.Tensor:
     whole = call.run(local)
     cut = shard_of_dim(whole.shape, 0)
     axis = call.axis
-    return torch.ops.autosp.shard_sequence(whole, 0, cut.length, cut.size, 0, 1, 1, 0, axis.group)
+    return torch.ops.autosp.shard_sequence(whole, 0, cut.length, cut.size, 0, 1, 1, None, axis.group)
 
 
 def _every_use_wants(node: fx.Node, cut: Shard) -> bool:

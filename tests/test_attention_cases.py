@@ -1,0 +1,126 @@
+"""Masks, windows, biases and attention that is written out: exact on every mesh."""
+
+from __future__ import annotations
+
+import functools
+
+import parity
+import pytest
+import torch
+import toys
+import zoo
+from pool import RankPool
+from torch import nn
+
+
+def check_all(everyone: list[list[parity.Result]], rtol: float = 1e-5) -> None:
+    for results in everyone:
+        for result in results:
+            result.check(rtol)
+
+
+def padding(kind: str, rows: int, length: int) -> torch.Tensor:
+    mask = torch.ones(rows, length, dtype=torch.long)
+    if kind == "right":
+        mask[0, -5:] = 0
+    elif kind == "left":
+        mask[0, :5] = 0
+    return mask
+
+
+def square(kind: str, rows: int, heads: int, length: int) -> torch.Tensor:
+    """Causal masks of the forms that models hand to attention."""
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    if kind == "bool_4d":
+        mask = causal.expand(rows, 1, length, length).clone()
+        mask[0, :, :, 1:3] &= torch.eye(length, dtype=torch.bool)[:, 1:3]
+        return mask
+    generator = torch.Generator().manual_seed(3)
+    bias = torch.zeros(length, length).masked_fill(~causal, torch.finfo(torch.float32).min)
+    if kind == "float_shared":
+        return (bias + torch.randn(length, length, generator=generator)).view(1, 1, length, length)
+    if kind == "float_per_head":
+        return bias + torch.randn(rows, heads, length, length, generator=generator)
+    if kind == "float_keys_only":
+        return torch.randn(rows, 1, 1, length, generator=generator)
+    return bias + torch.randn(heads, length, length, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["bool_4d", "float_shared", "float_per_head", "float_keys_only", "float_3d"])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_square_masks(ranks: RankPool, kind: str, world: int):
+    batches = [{**toys.batch(n), "attention_mask": square(kind, 2, 4, n)} for n in (16, 17)]
+    check_all(ranks.run(parity.run_model, toys.build, batches, world_size=world))
+
+
+def test_padding_masks_of_llama(ranks: RankPool):
+    batches = []
+    for length in (16, 17):
+        for kind in ("ones", "right", "left"):
+            mask = padding(kind, 2, length)
+            batch = zoo.batch(length)
+            batches.append({**batch, "labels": batch["labels"].masked_fill(mask == 0, -100), "attention_mask": mask})
+    build = functools.partial(zoo.build, "llama", num_hidden_layers=1)
+    check_all(ranks.run(parity.run_model, build, batches, timeout=300))
+
+
+@pytest.mark.parametrize("kind", ["right", "left"])
+@pytest.mark.parametrize("name", ["opt", "bert", "gpt2"])
+@pytest.mark.slow
+def test_padding_masks_of_other_models(ranks: RankPool, name: str, kind: str):
+    count = "n_layer" if name == "gpt2" else "num_hidden_layers"
+    build = functools.partial(zoo.build, name, **{count: 1})
+    batches = []
+    for length in (16, 17):
+        mask = padding(kind, 2, length)
+        batch = zoo.batch(length)
+        batches.append({**batch, "labels": batch["labels"].masked_fill(mask == 0, -100), "attention_mask": mask})
+    check_all(ranks.run(parity.run_model, build, batches, timeout=300))
+
+
+@pytest.mark.parametrize("window", [4, 64])
+def test_sliding_window(ranks: RankPool, window: int):
+    build = functools.partial(zoo.build, "mistral", num_hidden_layers=1, sliding_window=window)
+    check_all(ranks.run(parity.run_model, build, [zoo.batch(17)], timeout=240))
+
+
+@pytest.mark.parametrize("kind", ["table", "slopes"])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_learned_bias(ranks: RankPool, kind: str, world: int):
+    build = functools.partial(toys.LearnedBias, kind)
+    check_all(ranks.run(parity.run_model, build, [toys.batch(16), toys.batch(17)], world_size=world))
+
+
+class WrittenOut(nn.Module):
+    """``softmax(QK^T)V`` written out, with a soft cap and attention sinks."""
+
+    def __init__(self, sinks: bool) -> None:
+        super().__init__()
+        self.toy = toys.build(heads=4, kv_heads=4)
+        torch.manual_seed(3)
+        self.sinks = nn.Parameter(torch.randn(4)) if sinks else None
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> toys.Out:
+        toy = self.toy
+        rows, length = input_ids.shape
+        x = toy.embed(input_ids) + toy.positions(torch.arange(length))
+        q, k, v = (
+            layer(x).view(rows, length, 4, 4).transpose(1, 2)
+            for layer in (toy.attention.q, toy.attention.k, toy.attention.v)
+        )
+        scores = torch.tanh(q @ k.transpose(-1, -2) / 2.0) * 5.0
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+        if self.sinks is not None:
+            sinks = self.sinks.view(1, 4, 1, 1).expand(rows, 4, length, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :length]
+        x = x + toy.attention.o((weights @ v).transpose(1, 2).reshape(rows, length, 16))
+        logits = toy.head(toy.norm(x))
+        return toys.Out(toys.pad_slice(toy, logits, labels), logits)
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_attention_written_out(ranks: RankPool, world: int, sinks: bool):
+    build = functools.partial(WrittenOut, sinks)
+    check_all(ranks.run(parity.run_model, build, [toys.batch(16), toys.batch(17)], world_size=world))
