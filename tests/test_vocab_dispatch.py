@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from autosp.custom_ops.dispatch import triton_usable
@@ -52,3 +53,38 @@ def test_the_losses_work_without_triton():
         "print(round(y[0].item(), 4), float(x.grad.abs().max()))"
     )
     assert run_python(code) == "2.0794 0.0"
+
+
+class FakeDriver:
+    """Triton's driver of a device that is not there."""
+
+    def __init__(self, backend: str, device: str = "cuda") -> None:
+        self.backend, self.device = backend, device
+        self.active = self
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device(self.device)
+
+    def get_current_target(self) -> FakeDriver:
+        return self
+
+
+@pytest.mark.parametrize(
+    "driver, asked, capability, served",
+    [
+        (FakeDriver("cuda"), "cuda", (9, 0), True),
+        (FakeDriver("cuda"), "cuda", (8, 0), True),
+        (FakeDriver("cuda"), "cuda", (7, 5), False),
+        (FakeDriver("hip"), "cuda", (0, 0), True),
+        (FakeDriver("xpu", "xpu"), "xpu", (0, 0), True),
+        (FakeDriver("xpu", "xpu"), "cuda", (9, 0), False),
+    ],
+)
+def test_a_device_is_served_by_what_it_can_do(monkeypatch, driver, asked, capability, served):
+    runtime = pytest.importorskip("triton.runtime")
+    from autosp.custom_ops import dispatch
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(runtime, "driver", driver)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    assert dispatch._device_served.__wrapped__(asked, 0) is served

@@ -72,6 +72,7 @@ def dense(x: Inputs) -> torch.Tensor:
 
 
 def dense_kl(x: Inputs) -> torch.Tensor:
+    assert x.teacher_weight is not None
     student = F.log_softmax(F.linear(x.hidden, x.weight).float(), -1)
     teacher = F.log_softmax(F.linear(x.teacher, x.teacher_weight).float(), -1)
     return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
@@ -103,6 +104,7 @@ def own_methods() -> dict[str, tuple[Method, int]]:
         return ce(x.hidden, x.weight, x.target, memory="fast", main_grad=x.main_grad, main_grad_upstream=1.0)
 
     def kl(x: Inputs) -> torch.Tensor:
+        assert x.teacher_weight is not None
         sides = (x.hidden, x.weight, x.teacher, x.teacher_weight)
         return ll.vocab_parallel_linear_kl_div(*sides, reduction="mean", memory="fast")
 
@@ -289,7 +291,7 @@ def draw(rows: list[Row], path: Path) -> None:
     for axis, shape in zip(axes[0], shapes, strict=True):
         for r in (r for r in shown if (r.tokens, r.hidden, r.vocab) == shape):
             ours = r.method.startswith("autosp")
-            x = max(r.extra_gib, 0.01)
+            x = max(r.extra_gib or 0.0, 0.01)
             axis.scatter(x, r.ratio, color="tab:red" if ours else "tab:blue", marker="o" if ours else "s")
             axis.annotate(
                 r.method, (x, r.ratio), textcoords="offset points", xytext=(5, 5 if ours else -10), fontsize=8

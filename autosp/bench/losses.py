@@ -144,15 +144,15 @@ def milliseconds(function: Callable[[], Any], device: torch.device, repeats: int
         return statistics.median(times)
     queue = torch.empty(2, _COPY_BYTES["cuda"], dtype=torch.uint8, device=device)
     events = [[torch.Event(device, enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for begin, end in events:
+    for start, end in events:
         torch.accelerator.synchronize(device)
         for _ in range(_QUEUED_COPIES):
             queue[0].copy_(queue[1])
-        begin.record()
+        start.record()
         function()
         end.record()
     torch.accelerator.synchronize(device)
-    return statistics.median(begin.elapsed_time(end) for begin, end in events)
+    return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
 def host_milliseconds(function: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> float:
