@@ -68,7 +68,10 @@ def autosp_backend(
     start = time.perf_counter()
     try:
         work, found = _partition(gm, example_inputs, state)
-        payload = {"graph": _graph_text(gm, example_inputs), "collectives": repr(work.collectives).encode()}
+        payload = {
+            "graph": _graph_text(gm, example_inputs, bool(found.sharded)),
+            "collectives": repr(work.collectives).encode(),
+        }
     except Exception:
         # The others must not wait for a rank that refuses what they accept; this rank's own error tells more.
         with contextlib.suppress(RankMismatchError):
@@ -122,8 +125,16 @@ def _local_examples(example_inputs: Sequence[Any], found: InputSources, axis: Ax
     return [found.local[i] if i in found.sharded else value for i, value in enumerate(example_inputs)]
 
 
-def _graph_text(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bytes:
-    """What ranks of a group must have in common; a device's number is a rank's own."""
+def _graph_text(gm: fx.GraphModule, example_inputs: Sequence[Any], has_shards: bool) -> bytes:
+    """What ranks of a group must have in common; a device's number is a rank's own.
+
+    With a sharded input sizes are a rank's own too (a rank that holds one row has it as a constant): then the
+    operators in their order are compared.
+    """
+    if has_shards:
+        return repr(
+            [str(getattr(node.target, "__name__", node.target)) for node in gm.graph.nodes if node.op[:4] == "call"]
+        ).encode()
     shapes = [
         (tuple(map(str, v.shape)), str(v.dtype)) if isinstance(v, torch.Tensor) else str(v) for v in example_inputs
     ]

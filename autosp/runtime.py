@@ -95,7 +95,7 @@ class LocalProgram:
             shape = list(local.shape)
             shape[dim] = missing
             return local.sum() + local.new_ones(shape)
-        return pad_rows(local.movedim(dim, 0), 0, missing).movedim(0, dim)
+        return pad_rows(local.movedim(dim, 0), 0, missing).movedim(0, dim).contiguous()
 
     def _wrap(self, results: Sequence[Any], index: int, spec: OutputSpec) -> Any:
         value = results[index]

@@ -43,7 +43,7 @@ def across_a_break(rank_info: RankInfo) -> list[parity.Result]:
     model = Broken()
     compiled = torch.compile(model, backend="autosp")
     results = []
-    for length in (16, 24, 17):
+    for length in (16, 24, 17, 7):
         ids = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(length))
         batch = {"input_ids": ids, "labels": ids}
         results.append(parity.compare(model, compiled, batch, prepare=autosp.prepare_batch, loss_of=lambda out: out))

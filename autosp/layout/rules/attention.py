@@ -34,6 +34,10 @@ def attention_rule(call: OpCall) -> Strategy:
         return _cross_attention(call, q)
     if k.shard is None or v.shard is None or k.shard.dim != tokens or v.shard.dim != tokens:
         raise Refusal("attention whose keys and values are sharded differently")
+    if not (q.shard.is_unfactored and k.shard.is_unfactored and v.shard.is_unfactored):
+        raise Refusal("attention over tokens that were joined or repeated along the sequence")
+    if not all(known_equal(x.shape[0], q.shape[0]) for x in (k, v)):
+        raise Refusal("attention whose keys and values are stretched over the batch", "expand them before")
     if q.ndim != 4:
         raise Refusal(f"attention over {q.ndim} dimensions", "use [batch, heads, tokens, head size]")
     return _ulysses_attention(call, q, k)

@@ -67,11 +67,20 @@ def index_select_rule(call: OpCall) -> Strategy:
     return _masked_read(call, value, dim, "index")
 
 
-def _owned_index(c: OpCall, index: torch.Tensor, shard: Shard, size, rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Local row of a whole index into a cut dimension of whole size ``size``, and whether this rank owns it."""
+def _owned_index(c: OpCall, index: torch.Tensor, shard: Shard, size, rows) -> tuple[torch.Tensor, ...]:
+    """Local row of a whole index into a cut dimension of whole size ``size``, whether this rank owns it, and whether it
+    lies in the dimension at all."""
     index = torch.where(index < 0, index + size, index)
     row = index + shard.start - c.axis.rank * c.axis.block(shard.length)
-    return row.clamp(0, rows - 1), (row >= 0) & (row < rows)
+    return row.clamp(0, rows - 1), (row >= 0) & (row < rows), (index >= 0) & (index < size)
+
+
+def _taken(taken: torch.Tensor, mine: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
+    """What this rank adds to a read: its own rows; at a position that nobody has NaN, never a plausible number."""
+    value = torch.where(mine, taken, torch.zeros_like(taken))
+    if taken.dtype.is_floating_point:
+        value = torch.where(exists, value, torch.full_like(taken, float("nan")))
+    return value
 
 
 def _masked_read(call: OpCall, value: Value, dim: int, name: str) -> Strategy:
@@ -81,11 +90,11 @@ def _masked_read(call: OpCall, value: Value, dim: int, name: str) -> Strategy:
 
     def read(c: OpCall, local: dict):
         x = local["self"]
-        row, mine = _owned_index(c, local[name], shard, value.shape[dim], x.shape[dim])
+        row, mine, exists = _owned_index(c, local[name], shard, value.shape[dim], x.shape[dim])
         taken = x.index_select(dim, row.reshape(-1))
         shape = [1] * taken.dim()
         shape[dim] = taken.shape[dim]
-        return torch.where(mine.reshape(shape), taken, torch.zeros_like(taken))
+        return _taken(taken, mine.reshape(shape), exists.reshape(shape))
 
     return Strategy(inputs={"self": shard}, output=PARTIAL, local=read, note="read by position: masked read and sum")
 
@@ -143,14 +152,12 @@ def _indexed_read(value: Value, indexed: list[int]) -> Strategy:
 
     def read(c: OpCall, local: dict):
         x, indices = local["self"], list(local["indices"])
-        row, mine = _owned_index(c, indices[shard.dim], shard, value.shape[shard.dim], x.shape[shard.dim])
+        row, mine, exists = _owned_index(c, indices[shard.dim], shard, value.shape[shard.dim], x.shape[shard.dim])
         indices[shard.dim] = row
         taken = aten.index.Tensor(x, indices)
-        for d in indexed:
-            if d != shard.dim:
-                mine, _ = torch.broadcast_tensors(mine, indices[d])
-        mine = mine.reshape([1] * indexed[0] + list(mine.shape) + [1] * (taken.dim() - indexed[0] - mine.dim()))
-        return torch.where(mine, taken, torch.zeros_like(taken))
+        mine, exists, *_ = torch.broadcast_tensors(mine, exists, *(indices[d] for d in indexed if d != shard.dim))
+        shape = [1] * indexed[0] + list(mine.shape) + [1] * (taken.dim() - indexed[0] - mine.dim())
+        return _taken(taken, mine.reshape(shape), exists.reshape(shape))
 
     return Strategy(inputs={"self": shard}, output=PARTIAL, local=read, note="read by position: masked read and sum")
 
@@ -169,8 +176,8 @@ def scatter_rule(call: OpCall) -> Strategy:
         if isinstance(source, Value):
             inputs["src"] = cut
         return Strategy(inputs=inputs, output=cut)
-    if call.target is not aten.scatter_add.default or value.shard is not None:
-        raise Refusal("values are scattered along the sharded sequence")
+    if call.target is not aten.scatter_add.default or value.shard is not None or cut.dim != dim:
+        raise Refusal("values are scattered along the sharded sequence, or into a tensor with other rows")
 
     def add_up(c: OpCall, local: dict):
         src = mask_padding(c.axis, local["src"], index.shard, 0)

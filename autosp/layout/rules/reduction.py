@@ -110,15 +110,27 @@ def extremum_rule(call: OpCall) -> Strategy:
     name, kind = _EXTREMA[call.target]
 
     def combine(c: OpCall, local: dict):
-        axis = c.axis
-        x = mask_padding(axis, local["self"], shard, _neutral(kind, value.dtype))
-        mine = _reduce(name, x, dims, keepdim).unsqueeze(0)
+        axis, x = c.axis, local["self"]
+        mine = _reduce(name, mask_padding(axis, x, shard, _neutral(kind, value.dtype)), dims, True).unsqueeze(0)
         is_bool = mine.dtype == torch.bool
-        mine = mine.to(torch.uint8) if is_bool else mine
+        mine = mine.detach().to(torch.uint8) if is_bool else mine.detach()
         every = torch.ops.autosp.all_gather_sequence(mine, 0, axis.size, axis.size, 0, 1, 1, False, axis.group)
-        return _reduce(name, every.to(torch.bool) if is_bool else every, [0], False)
+        extremum = _reduce(name, every.to(torch.bool) if is_bool else every, [0], False)
+        if x.dtype.is_floating_point:
+            extremum = _shared_by_ties(axis, x, extremum, shard, dims)
+        return extremum if keepdim else extremum.squeeze(tuple(dims))
 
-    return Strategy(inputs={"self": shard}, output=REPLICATE, local=combine, note="extremum over the sequence")
+    return Strategy(
+        inputs={"self": shard}, output=REPLICATE, local=combine, note="extremum over the sequence", sharded=True
+    )
+
+
+def _shared_by_ties(axis, x: torch.Tensor, extremum: torch.Tensor, shard: Shard, dims: Sequence[int]) -> torch.Tensor:
+    """The extremum as the mean of the elements that reach it, so that all of them, on all ranks, share its gradient."""
+    hits = mask_padding(axis, x == extremum, shard, False)
+    count = torch.ops.autosp.all_reduce_sum(hits.sum(list(dims), keepdim=True), axis.group)
+    total = torch.where(hits, x, torch.zeros_like(x)).sum(list(dims), keepdim=True) / count
+    return torch.where(extremum.isnan(), extremum, torch.ops.autosp.all_reduce_sum(total, axis.group))
 
 
 def along_dims_rule(call: OpCall, value: Value, dims: Sequence[int], outputs: int, keeps: bool) -> Strategy:
@@ -142,7 +154,7 @@ def _main(call: OpCall) -> str:
 @register_rule(
     aten.softmax.int, aten.log_softmax.int, aten._softmax, aten._log_softmax, aten.cumsum.default, aten.cumprod.default,
     aten.logcumsumexp.default, aten.sort.default, aten.sort.stable, aten.argsort.default, aten.topk.default,
-    aten.cummax.default, aten.glu.default, aten.renorm.default, aten.tril.default, aten.triu.default,
+    aten.cummax.default, aten.glu.default, aten.tril.default, aten.triu.default,
 )  # fmt: skip
 def along_rule(call: OpCall) -> Strategy:
     """Softmax, scans and sorts keep their shape and are local along any dimension that is not cut."""

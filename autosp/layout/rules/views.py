@@ -107,16 +107,19 @@ def slice_rule(call: OpCall) -> Strategy:
 
 
 def window_start(length, size, call: OpCall):
-    """First position of a unit-step slice, counted from the front of a dimension of ``length`` that keeps ``size``."""
+    """First position of a unit-step slice, counted from the front of a dimension of ``length`` that keeps ``size``.
+
+    The sign of a symbolic bound is settled by a guard.
+    """
     start = call["start"]
     start = 0 if start is None else start
-    end = None if "length" in call.args else call["end"]
-    if isinstance(start, int) and start >= 0:
+    if start >= 0:
         return start
+    end = None if "length" in call.args else call["end"]
     if end is None or (isinstance(end, int) and end >= 2**62) or known_equal(end, length):
         return length - size
     # The kept size already honours clamping, so counting back from the end is right for any negative start.
-    end = length + end if isinstance(end, int) and end < 0 else end
+    end = length + end if end < 0 else end
     return torch.sym_min(end, length) - size
 
 
