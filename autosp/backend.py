@@ -29,7 +29,8 @@ from .layout.registry import find_rule
 from .layout.rules.loss import register_fused_rules
 from .mesh import AutoSPState
 from .passes.pipeline import Work, run_pipeline
-from .runtime import Checked, LocalProgram
+from .runtime import Checked, LocalProgram, check_rows
+from .sequence_tensor import SequenceTensor
 from .sources import InputSources, find_sources
 
 log = logging.getLogger("autosp")
@@ -93,6 +94,9 @@ def _inner_option(options: dict[str, Any] | None) -> str:
 
 
 def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPState) -> tuple[Work, InputSources]:
+    for value in example_inputs:
+        if isinstance(value, SequenceTensor):
+            check_rows(value, state.sp_size)
     fake_mode = detect_fake_mode(example_inputs) or detect_fake_mode()
     axis = Axis(
         name="sp",

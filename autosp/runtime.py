@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .agreement import agree
+from .errors import InputError
 from .layout.axis import Axis
 from .layout.outputs import OutputSpec
 from .layout.padding import pad_rows
@@ -43,6 +45,25 @@ def describe(args: Sequence[Any], checked: Sequence[Checked]) -> str:
     """Keys, dtypes and shapes of the checked inputs, for an error message."""
     parts = [f"{c.key} {str(args[c.index].dtype).removeprefix('torch.')} {tuple(args[c.index].shape)}" for c in checked]
     return ", ".join(parts)
+
+
+def check_rows(value: DTensor, ranks: int) -> None:
+    """Refuse, on every rank alike, a sharded input of which some rank holds fewer than two rows.
+
+    Dynamo makes a size of 0 or 1 a constant, so that rank would run a program of its own while the others wait for it.
+
+    Raises:
+        InputError: with the length that was got and the least that is allowed.
+    """
+    (placement,) = value.placements
+    length = value.shape[placement.dim]  # type: ignore[attr-defined]
+    last = length - (ranks - 1) * (-(-length // ranks))
+    if last < 2:
+        raise InputError(
+            f"a value that crosses a graph break has {length} tokens, so a rank of {ranks} holds {max(last, 0)} of "
+            f"them; at least 2 a rank are needed there. Use longer sequences, fewer ranks, or remove the graph break "
+            '(TORCH_LOGS="graph_breaks" shows it)'
+        )
 
 
 class LocalProgram:
@@ -77,6 +98,8 @@ class LocalProgram:
         self.sharded_inputs = dict(sharded_inputs)
 
     def __call__(self, *args: Any) -> list[Any]:
+        for index in self.sharded_inputs:
+            check_rows(args[index], self.axis.size)
         if self.checked:
             agree(self.state, "step", step_payload(args, self.checked), detail=describe(args, self.checked))
         if self.sharded_inputs:

@@ -38,12 +38,12 @@ class Broken(nn.Module):
         return F.cross_entropy(logits[:, :-1].reshape(-1, 32), labels[:, 1:].reshape(-1))
 
 
-def across_a_break(rank_info: RankInfo) -> list[parity.Result]:
+def across_a_break(rank_info: RankInfo, lengths: list[int]) -> list[parity.Result]:
     autosp.initialize({"autosp": {"inner_backend": "aot_eager"}})
     model = Broken()
     compiled = torch.compile(model, backend="autosp")
     results = []
-    for length in (16, 24, 17, 7):
+    for length in lengths:
         ids = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(length))
         batch = {"input_ids": ids, "labels": ids}
         results.append(parity.compare(model, compiled, batch, prepare=autosp.prepare_batch, loss_of=lambda out: out))
@@ -51,12 +51,19 @@ def across_a_break(rank_info: RankInfo) -> list[parity.Result]:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="before torch 2.13 a DTensor subclass cannot trace as its whole")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_graph_break_in_the_middle(ranks: RankPool, world_size: int) -> None:
-    for results in ranks.run(across_a_break, world_size=world_size):
+@pytest.mark.parametrize(("world_size", "lengths"), [(2, [16, 24, 17, 7]), (3, [17])])
+def test_a_graph_break_in_the_middle(ranks: RankPool, world_size: int, lengths: list[int]) -> None:
+    for results in ranks.run(across_a_break, lengths, world_size=world_size):
         for result in results:
             result.check()
         assert results[-1].graphs > 1
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="before torch 2.13 a DTensor subclass cannot trace as its whole")
+def test_a_rank_of_one_row_behind_a_break_is_refused_by_all(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="a rank of 3 holds 1 of") as failure:
+        ranks.run(across_a_break, [7], world_size=3)
+    assert len(failure.value.tracebacks) == 3
 
 
 def returned(rank_info: RankInfo, outputs: str, length: int) -> dict[str, Any]:
