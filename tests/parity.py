@@ -70,8 +70,8 @@ def compare(
     result = Result(loss=loss.item(), reference=reference_loss.item())
     result.missing = sorted(set(expected) ^ set(found))
     # Some gradients are zero but for rounding (a key bias under softmax): measured against the model's largest
-    # gradient.
-    floor = 1e-3 * max(g.abs().max().item() for g in expected.values())
+    # gradient, a thousandth of it, or one rounding step of it where the dtype's steps are coarser than that.
+    floor = max(max(1e-3, torch.finfo(g.dtype).eps) * g.abs().max().item() for g in expected.values())
     for name in set(expected) & set(found):
         difference = error(found[name], expected[name], floor)
         if not difference <= result.worst:
