@@ -205,7 +205,7 @@ def stack_rule(call: OpCall) -> Strategy:
     return Strategy(inputs={"tensors": [cut] * len(pieces)}, output=moved)
 
 
-@register_rule(aten.constant_pad_nd.default)
+@register_rule(aten.constant_pad_nd.default, aten.pad.default)
 def pad_rule(call: OpCall) -> Strategy:
     """Padding of other dimensions keeps the cut."""
     value: Value = call["self"]
