@@ -147,7 +147,8 @@ def accumulate(rank_info: RankInfo, pieces: int) -> tuple[float, float, float, s
             total += loss.detach()
         losses.append(total.item())
         grads.append(parity.gradients(model))
-    worst = max((parity.error(grads[1][n], grads[0][n], 1e-6), n) for n in grads[0])
+    floor = 1e-3 * max(g.abs().max().item() for g in grads[0].values())
+    worst = max((parity.error(grads[1][n], grads[0][n], floor), n) for n in grads[0])
     return losses[0], losses[1], *worst
 
 
