@@ -71,7 +71,10 @@ def compare(
     result.missing = sorted(set(expected) ^ set(found))
     # Some gradients are zero but for rounding (a key bias under softmax): measured against the model's largest
     # gradient, a thousandth of it, or one rounding step of it where the dtype's steps are coarser than that.
-    floor = max(max(1e-3, torch.finfo(g.dtype).eps) * g.abs().max().item() for g in expected.values())
+    # Under autocast the steps are those of its dtype.
+    cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+    steps = {g.dtype: max(1e-3, torch.finfo(g.dtype).eps, torch.finfo(cast).eps) for g in expected.values()}
+    floor = max(steps[g.dtype] * g.abs().max().item() for g in expected.values())
     for name in set(expected) & set(found):
         difference = error(found[name], expected[name], floor)
         if not difference <= result.worst:
