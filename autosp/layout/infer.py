@@ -125,7 +125,8 @@ def _make_call(node: fx.Node, axis: Axis) -> OpCall:
             val = arg.meta.get("val")
             if isinstance(val, torch.Tensor):
                 return Value(arg, val, arg.meta[LAYOUT], arg.meta.get(HOME))
-            return val
+            # Integers are rebuilt from their symbols; another number is taken from where it is made.
+            return arg if isinstance(val, (torch.SymFloat, torch.SymBool)) else val
         if isinstance(arg, (list, tuple)):
             return type(arg)(value(item) for item in arg)
         return arg

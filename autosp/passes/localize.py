@@ -56,8 +56,9 @@ class LocalInterpreter(fx.Interpreter):
         if STRATEGY in node.meta:
             return self._run_call(node, node.meta[CALL], node.meta[STRATEGY])
         value = node.meta.get("val")
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
+        if isinstance(value, (torch.SymInt, int, float, bool)):
             return value
+        # A trace rebuilds integers from their symbols; other numbers it must see made.
         return super().call_function(target, args, kwargs)
 
     def _run_call(self, node: fx.Node, call: OpCall, strategy: Strategy) -> Any:
@@ -80,6 +81,8 @@ class LocalInterpreter(fx.Interpreter):
         return self._local_value(arg, needed, fill, sharded)
 
     def _local_value(self, arg: Any, needed: Placement | None, fill: float | None, sharded: bool) -> Any:
+        if isinstance(arg, fx.Node):
+            return self.env[arg]
         node = getattr(arg, "node", None)
         if not isinstance(node, fx.Node):
             return arg
