@@ -24,6 +24,12 @@ def attention_rule(call: OpCall) -> Strategy:
     q, k, v = call["query"], call["key"], call["value"]
     cuts = [x.shard for x in (q, k, v)]
     if all(cut is None for cut in cuts):
+        if call["dropout_p"] > 0:
+            raise Refusal(
+                "dropout in attention over whole values would draw differently on each rank",
+                "set its dropout to 0, or let its inputs run over the sequence",
+                always=True,
+            )
         return Strategy()
     tokens = q.ndim - 2
     if q.shard is None or q.shard.dim == q.ndim - 1:
