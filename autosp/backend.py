@@ -22,10 +22,12 @@ from torch._guards import detect_fake_mode
 from . import mesh
 from .agreement import agree
 from .capture import capture_graph, fake_inputs
-from .custom_ops import collectives, fused_loss, loss  # noqa: F401
+from .custom_ops import block_attention, collectives, convolution, fused_loss, loss, ring_attention  # noqa: F401
 from .errors import ConfigError, RankMismatchError
 from .layout.axis import Axis
 from .layout.registry import find_rule
+from .layout.rules.attention import register_block_rule
+from .layout.rules.convolution import register_convolution_rule
 from .layout.rules.loss import register_fused_rules
 from .mesh import AutoSPState
 from .passes.pipeline import Work, run_pipeline
@@ -35,6 +37,8 @@ from .sources import InputSources, find_sources
 
 log = logging.getLogger("autosp")
 register_fused_rules()
+register_block_rule()
+register_convolution_rule()
 
 _times: dict[str, float] = {}
 

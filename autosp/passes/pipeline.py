@@ -18,6 +18,8 @@ from ..layout import rules  # noqa: F401
 from ..layout.axis import Axis
 from ..layout.infer import Gathered, Source, infer_layouts
 from ..layout.outputs import OutputSpec
+from .align_convolutions import align_convolutions_pass
+from .express_masks import express_masks_pass
 from .functionalize_inplace import functionalize_inplace_pass
 from .fuse_linear_cross_entropy import fuse_linear_cross_entropy_pass
 from .localize import localize_graph
@@ -70,6 +72,14 @@ def _peel_repeat_kv(work: Work) -> None:
     work.graph = peel_repeat_kv_pass(work.graph)
 
 
+def _express_masks(work: Work) -> None:
+    work.graph = express_masks_pass(work.graph, fake_mode=work.fake_mode)
+
+
+def _align_convolutions(work: Work) -> None:
+    work.graph = align_convolutions_pass(work.graph)
+
+
 def _fuse_linear_cross_entropy(work: Work) -> None:
     work.graph = fuse_linear_cross_entropy_pass(
         work.graph, mode=work.fuse_linear_cross_entropy, fake_mode=work.fake_mode
@@ -108,6 +118,14 @@ PIPELINE: tuple[Pass, ...] = (
     _pass("functionalize_inplace", _functionalize, ["captured"], ["functional"], "rules see values, not storage"),
     _pass("simplify_masks", _simplify_masks, ["functional"], ["simple"], "a causal mask needs no S x S tensor"),
     _pass("peel_repeat_kv", _peel_repeat_kv, ["functional"], ["simple"], "repeated heads need not travel"),
+    _pass("express_masks", _express_masks, ["functional", "simple"], ["simple"], "no mask needs an S x S tensor"),
+    _pass(
+        "align_convolutions",
+        _align_convolutions,
+        ["functional"],
+        ["simple"],
+        "a convolution whose every token keeps its place needs its neighbours' rows only",
+    ),
     _pass(
         "fuse_linear_cross_entropy",
         _fuse_linear_cross_entropy,
