@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         UnsupportedGraphError,
     )
     from autosp.inputs import prepare_autosp_inputs, prepare_batch
+    from autosp.layout.attention.opaque import register_attention
     from autosp.layout.call import Refusal, Strategy
     from autosp.layout.registry import register_rule
     from autosp.mesh import initialize
@@ -59,6 +60,7 @@ _HOME = {
     "initialize": "autosp.mesh",
     "prepare_autosp_inputs": "autosp.inputs",
     "prepare_batch": "autosp.inputs",
+    "register_attention": "autosp.layout.attention.opaque",
     "register_rule": "autosp.layout.registry",
     "vocab_parallel_cross_entropy": "autosp.custom_ops.vocab_parallel",
     "vocab_parallel_entropy": "autosp.custom_ops.vocab_parallel",
@@ -90,6 +92,7 @@ __all__ = [
     "initialize",
     "prepare_autosp_inputs",
     "prepare_batch",
+    "register_attention",
     "register_rule",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_entropy",

@@ -17,12 +17,13 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from .custom_ops import block_attention  # noqa: F401 - defines the operator
 from .errors import UnsupportedGraphError
+from .layout.elementwise import is_elementwise
 
 _POSITIONS: list[Any] = [{"index": name} for name in ("batch", "head", "query", "key")]
 _UNBOUNDED = 2**40
-_NOT_TAGGED = ("aten::where", "aten::to", "aten::_to_copy", "aten::scalar_tensor", "aten::full", "aten::clone",
-               "aten::lift_fresh_copy", "aten::detach", "aten::alias")  # fmt: skip
+_CONSTANTS = ("aten::scalar_tensor", "aten::full")
 
 
 def emit_flex_attention(args: Sequence[Any], location: str) -> tuple[Tensor, Tensor, None]:
@@ -125,7 +126,7 @@ class _Writer:
             # A whole tensor inside arithmetic is right only as one number.
             if any(isinstance(a, fx.Node) and _is_table(known[a]) and a.meta["val"].dim() for a in node.args):
                 self._refuse(f"{target} of a whole tensor")
-        elif torch.Tag.pointwise not in target.tags and name not in _NOT_TAGGED:
+        elif not is_elementwise(target) and name not in _CONSTANTS:
             self._refuse(str(target))
         overload = target._overloadname
         return self.step(name + ("" if overload == "default" else f".{overload}"), args, kwargs)

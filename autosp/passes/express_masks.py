@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..layout.elementwise import is_elementwise
 from ..layout.index_expr import Affine, where_of
 from ..layout.placement import known_equal
 
@@ -19,7 +20,6 @@ SDPA = aten.scaled_dot_product_attention.default
 _UNBOUNDED = 2**40
 _AND = ("aten::bitwise_and", "aten::logical_and", "aten::__and__")
 _CASTS = ("aten::to", "aten::_to_copy")
-_POINTWISE = ("aten::where", "aten::floor_divide", "aten::masked_fill")  # not every overload of these has the tag
 _COPIES = ("aten::clone", "aten::contiguous", "aten::alias", "aten::lift_fresh_copy", "aten::detach")
 _FILLED = {"aten::ones": 1, "aten::zeros": 0, "aten::new_ones": 1, "aten::new_zeros": 0, "aten::ones_like": 1,
            "aten::zeros_like": 0, "aten::full": None, "aten::new_full": None, "aten::full_like": None}  # fmt: skip
@@ -150,7 +150,7 @@ class _Writer:
             return self._triangle(node, name)
         if name == "aten::index":
             return self._table(node)
-        if (torch.Tag.pointwise in target.tags or name in _POINTWISE) and torch.Tag.nondeterministic_seeded not in target.tags:
+        if is_elementwise(target):
             args = [self._operand(arg) for arg in node.args]
             kwargs = {key: self._operand(arg) for key, arg in node.kwargs.items()}
             if any(arg is _UNKNOWN for arg in [*args, *kwargs.values()]):

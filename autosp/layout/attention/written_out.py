@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..call import OpCall
-from ..rules.random import draw_seed, drop
+from ..counter_random import draw_seed, drop
 
 
 def head_mask(mask: torch.Tensor | None, block: tuple[int, int], heads: int) -> torch.Tensor | None:
