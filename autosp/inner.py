@@ -8,7 +8,7 @@ of this package and no others.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .config import AutoSPConfig
 _ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default,)
 
 
-def compile_local(graph: fx.GraphModule, examples: Sequence[Any], config: AutoSPConfig) -> Callable[..., Any]:
+def compile_local(graph: fx.GraphModule, examples: list[Any], config: AutoSPConfig) -> Callable[..., Any]:
     """Compile the program of one rank.
 
     Args:
@@ -31,7 +31,7 @@ def compile_local(graph: fx.GraphModule, examples: Sequence[Any], config: AutoSP
         config: ``inner_backend``, ``activation_memory_budget``, ``activation_offloading`` and
             ``overlap_communication`` are read.
     """
-    compiler = lookup_backend(config.inner_backend)
+    compiler: Callable[..., Any] = lookup_backend(config.inner_backend)
     if config.activation_memory_budget < 1:
         keep_attention(graph)
     with _partitioner_settings(config):
