@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo import lookup_backend
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .config import AutoSPConfig
+from .gradient_sums import JoinGradientSums
 
 _ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default,)
 
@@ -61,10 +63,7 @@ def _partitioner_settings(config: AutoSPConfig) -> Iterator[None]:
 
 
 def _inductor_settings(config: AutoSPConfig) -> dict[str, Any]:
-    """A wait is made where its result is first needed, and a gradient's at the very end of the backward."""
     if not config.overlap_communication:
         return {}
-    return {
-        "reorder_for_compute_comm_overlap": True,
-        "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
-    }
+    users = inductor_config.post_grad_custom_post_pass
+    return {"post_grad_custom_post_pass": JoinGradientSums(users)}
