@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Small cases, which the default tier runs without AOTAutograd.
+CASES := $(addprefix tests/test_,attention_cases.py edges.py fuse_linear_cross_entropy.py loss_cases.py masks.py shapes.py)
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: demo test test-slow lint setup clean
@@ -14,6 +16,7 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test,real-model]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 AUTOSP_TEST_INNER=aot_eager $(BIN)/python -m pytest $(CASES)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ from .agreement import agree
 from .capture import capture_graph, fake_inputs
 from .custom_ops import block_attention, collectives, convolution, fused_loss, loss, ring_attention  # noqa: F401
 from .errors import ConfigError, RankMismatchError
+from .inner import compile_local
 from .layout.axis import Axis
 from .layout.registry import find_rule
 from .layout.rules.attention import register_block_rule
@@ -67,9 +68,9 @@ def autosp_backend(
     if mode not in (None, "default"):
         raise ConfigError(f"mode={mode!r} has no effect under autosp; allowed: None and 'default' (see options=)")
     state = mesh.select(options)
-    inner_backend = lookup_backend(state.config.inner_backend if state is not None else _inner_option(options))
     if state is None or state.sp_size == 1:
-        return inner_backend(gm, example_inputs)
+        name = state.config.inner_backend if state is not None else _inner_option(options)
+        return lookup_backend(name)(gm, example_inputs)
     start = time.perf_counter()
     try:
         work, found = _partition(gm, example_inputs, state)
@@ -84,7 +85,7 @@ def autosp_backend(
         raise
     agree(state, "compile", payload, detail=_shapes(example_inputs, found))
     own = time.perf_counter() - start
-    compiled = inner_backend(work.graph, _local_examples(example_inputs, found, work.axis))
+    compiled = compile_local(work.graph, _local_examples(example_inputs, found, work.axis), state.config)
     _times.update(
         autosp_s=own, total_s=time.perf_counter() - start, **{f"pass.{k}": v for k, v in work.seconds.items()}
     )

@@ -37,6 +37,9 @@ OPTION_NAMES = (
     "verify",
     "verify_timeout",
     "fuse_linear_cross_entropy",
+    "activation_memory_budget",
+    "activation_offloading",
+    "overlap_communication",
 )
 # A strategy of attention is a file of that folder; its name is the value of the setting.
 _STRATEGY_FILES = (Path(__file__).parent / "layout" / "attention" / "strategies").glob("[a-z]*.py")
@@ -117,6 +120,16 @@ class AutoSPConfig(BaseModel):
 
     fuse_linear_cross_entropy: Literal["auto", "always", "never"] = "never"
     """Whether an LM head followed by cross entropy becomes one operator that never holds the whole logits."""
+
+    activation_memory_budget: float = Field(default=1.0, ge=0, le=1)
+    """Share of the activations that the backward may keep, chosen by torch's partitioner: 1 keeps what is faster to
+    keep, 0 recomputes all but inputs, attention and collectives, which are never recomputed."""
+
+    activation_offloading: bool = False
+    """Move saved activations to the host in the forward and back in the backward, on a stream of their own (CUDA)."""
+
+    overlap_communication: bool = True
+    """Let the scheduler of Inductor put off the waits of collectives until their results are needed."""
 
     deepcompile: bool = False
     """DeepSpeed's `compile.deepcompile`; only its engine reads it."""

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from by_hand import ByHand
+from overlap import overlap_of
 
 import autosp
 from autosp.backend import autosp_backend, compile_times
@@ -46,21 +48,26 @@ def build(device: torch.device, layers: int) -> torch.nn.Module:
     return model.train()
 
 
-def step(model: Any, ids: torch.Tensor, prepare: Any) -> torch.Tensor:
-    loss = model(**prepare({"input_ids": ids, "labels": ids})).loss
-    loss.backward()
-    return loss.detach()
+class Ours:
+    """``step(ids)`` runs forward and backward of the unmodified model, compiled by autosp."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.compiled = torch.compile(model, backend=autosp_backend)
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        loss = self.compiled(**autosp.prepare_batch({"input_ids": ids, "labels": ids})).loss
+        loss.backward()
+        return loss.detach()
 
 
-def time_length(
-    model: Any, parameters: list[torch.nn.Parameter], length: int, steps: int, prepare: Any
-) -> dict[str, Any]:
+def time_length(way: Any, parameters: list[torch.nn.Parameter], length: int, steps: int) -> dict[str, Any]:
     """Median step time, tokens per second per GPU, peak memory and first-step time at one length."""
     device = torch.device("cuda", torch.cuda.current_device())
     ids = torch.randint(0, 128000, (1, length), generator=torch.Generator().manual_seed(1)).to(device)
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    loss = step(model, ids, prepare).item()
+    loss = way.step(ids).item()
     first = time.perf_counter() - start
     times = []
     for _ in range(steps):
@@ -68,21 +75,25 @@ def time_length(
             parameter.grad = None
         torch.cuda.synchronize()
         start = time.perf_counter()
-        step(model, ids, prepare)
+        way.step(ids)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
+    seconds = statistics.median(times or [first])
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    overlap = overlap_of(lambda: way.step(ids)) if times else {}
     for parameter in parameters:
         parameter.grad = None
-    seconds = statistics.median(times)
     world = dist.get_world_size()
     return {
+        "way": type(way).__name__,
         "length": length,
         "loss": loss,
         "seconds": seconds,
         "tokens_per_second_per_gpu": length / seconds / world,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_gib": peak,
         "first_step_seconds": first,
-        **compile_times(),
+        **overlap,
+        **(compile_times() if isinstance(way, Ours) else {}),
     }
 
 
@@ -93,17 +104,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--inner-backend", default="inductor")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing of every layer")
+    parser.add_argument("--by-hand", action="store_true", help="Ulysses written by hand instead (see by_hand.py)")
+    parser.add_argument(
+        "--options", default="{}", help='more settings of autosp, as JSON: {"overlap_communication": false}'
+    )
     parser.add_argument("--json", default="")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    autosp.initialize({"autosp": {"inner_backend": options.inner_backend, "verify": "compile"}})
+    settings = {"inner_backend": options.inner_backend, "verify": "compile", **json.loads(options.options)}
+    autosp.initialize({"autosp": settings})
     model = build(torch.device("cuda"), options.layers)
     if options.checkpoint:
         model.gradient_checkpointing_enable()
-    compiled = torch.compile(model, backend=autosp_backend)
+    way = ByHand(model) if options.by_hand else Ours(model)
     rows = []
     for length in map(int, options.lengths.split(",")):
-        rows.append(time_length(compiled, list(model.parameters()), length, options.steps, autosp.prepare_batch))
+        rows.append({**time_length(way, list(model.parameters()), length, options.steps), **settings})
         if dist.get_rank() == 0:
             print(json.dumps(rows[-1]), flush=True)
             if options.json:

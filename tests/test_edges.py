@@ -81,7 +81,7 @@ FORMS: dict[str, Form] = {
 
 
 def run(rank_info: RankInfo, form: str, lengths: list[int]) -> list[parity.Result]:
-    autosp.initialize({"autosp": {"inner_backend": "aot_eager"}})
+    autosp.initialize(parity.CASE)
     model = Edge(form)
     compiled = torch.compile(model, backend="autosp")
     results = []
@@ -106,7 +106,7 @@ def test_refused(ranks: RankPool, form: str) -> None:
 
 
 def out_of_range(rank_info: RankInfo) -> float:
-    autosp.initialize({"autosp": {"inner_backend": "aot_eager"}})
+    autosp.initialize(parity.CASE)
     ids = torch.randint(1, 32, (2, 18), generator=torch.Generator().manual_seed(0))
     compiled = torch.compile(Edge("past_the_end"), backend="autosp")
     return compiled(**autosp.prepare_batch({"input_ids": ids})).item()

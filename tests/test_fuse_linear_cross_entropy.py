@@ -219,7 +219,7 @@ def test_always_returns_none_for_logits_that_are_only_returned():
 
 # In compiled models, on shards.
 
-ALWAYS = {"autosp": {"inner_backend": "aot_eager", "fuse_linear_cross_entropy": "always"}}
+ALWAYS = {"autosp": {"inner_backend": parity.INNER, "fuse_linear_cross_entropy": "always"}}
 
 
 class Capped(toys.Toy):

@@ -14,7 +14,6 @@ import zoo
 from pool import RankInfo, RankPool
 from torch.distributed.tensor import DTensor
 
-AOT_EAGER = {"autosp": {"inner_backend": "aot_eager"}}
 LLAMA = functools.partial(zoo.build, "llama", num_hidden_layers=1)
 
 
@@ -56,7 +55,7 @@ def test_an_input_that_is_not_tagged(ranks: RankPool):
 def untagged(rank_info: RankInfo, build: Any, batches: list[dict[str, Any]]) -> list[parity.Result]:
     import autosp
 
-    autosp.initialize(AOT_EAGER)
+    autosp.initialize(parity.CASE)
     model = build()
     compiled = torch.compile(model, backend="autosp")
     # No tag at all: inputs are recognised by their names, and the teacher's name says nothing.
@@ -131,7 +130,7 @@ def accumulate(rank_info: RankInfo, pieces: int) -> tuple[float, float, float, s
     """Sum the losses of unequal micro-batches, each divided by the whole count, before looking at the gradients."""
     import autosp
 
-    autosp.initialize(AOT_EAGER)
+    autosp.initialize(parity.CASE)
     model = toys.build("normalised_by_items")
     compiled = torch.compile(model, backend="autosp")
     batches = [toys.batch(16, seed=seed, ignored=0.2 * seed) for seed in range(pieces)]
@@ -163,7 +162,7 @@ def upstream(rank_info: RankInfo) -> list[float]:
     """A loss that is scaled after the compiled model returned it."""
     import autosp
 
-    autosp.initialize(AOT_EAGER)
+    autosp.initialize(parity.CASE)
     model = toys.build("pad_slice")
     compiled = torch.compile(model, backend="autosp")
     result = parity.compare(
@@ -181,7 +180,7 @@ def test_upstream_gradient_is_not_one(ranks: RankPool):
 def under_autocast(rank_info: RankInfo, name: str) -> list[parity.Result]:
     import autosp
 
-    autosp.initialize(AOT_EAGER)
+    autosp.initialize(parity.CASE)
     model = LLAMA() if name == "llama" else toys.build("pad_slice")
     make = zoo.batch if name == "llama" else toys.batch
     compiled = torch.compile(model, backend="autosp")
@@ -206,7 +205,7 @@ def test_router_loss_of_mixtral(ranks: RankPool):
 def evaluate_between(rank_info: RankInfo) -> dict[str, Any]:
     import autosp
 
-    autosp.initialize(AOT_EAGER)
+    autosp.initialize(parity.CASE)
     model = LLAMA()
     compiled = torch.compile(model, backend="autosp")
     parity.compare(model, compiled, zoo.batch(16), prepare=autosp.prepare_batch).check()
@@ -246,7 +245,7 @@ def count_targets(rank_info: RankInfo) -> tuple[float, float]:
     """With a zero head every target costs log V, so a sum counts them; the mean is log V itself."""
     import autosp
 
-    autosp.initialize(AOT_EAGER)
+    autosp.initialize(parity.CASE)
     ids = torch.arange(1, 9).unsqueeze(0)
     found = []
     for loss in ("reduction_sum", "pad_slice"):
@@ -267,7 +266,7 @@ def one_tensor(rank_info: RankInfo) -> parity.Result:
     """``labels=input_ids``: one tensor is both."""
     import autosp
 
-    autosp.initialize(AOT_EAGER)
+    autosp.initialize(parity.CASE)
     model = toys.build("pad_slice")
     ids = toys.batch(17)["input_ids"]
 

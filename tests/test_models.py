@@ -54,7 +54,8 @@ def test_every_model_has_a_default_mesh():
 def test_losses_and_gradients_of_one_process(ranks: RankPool, model: str, world: str):
     size, mesh = WORLDS[world]
     batches = [zoo.batch(16, labels="first_half"), zoo.batch(17)]
-    for results in ranks.run(parity.run_model, small(model), batches, config=mesh, world_size=size, timeout=400):
+    config = {**parity.AOT_EAGER, **mesh}
+    for results in ranks.run(parity.run_model, small(model), batches, config=config, world_size=size, timeout=400):
         for result in results:
             result.check()
 

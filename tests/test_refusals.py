@@ -209,7 +209,7 @@ QUICK = ("cumsum", "variance", "pad", "cat_prefix", "gather", "fft")
     "mix", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in GATHERED]
 )
 def test_gathered_is_exact(ranks: RankPool, mix: str):
-    config = {"autosp": {"inner_backend": "aot_eager", "unsupported": "gather"}}
+    config = {"autosp": {"inner_backend": parity.INNER, "unsupported": "gather"}}
     build = functools.partial(Mixer, mix)
     for results in ranks.run(parity.run_model, build, [toys.batch(16), toys.batch(17)], config=config):
         for result in results:

@@ -15,8 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-AOT_EAGER = {"autosp": {"inner_backend": "aot_eager"}}
-
 
 def check_all(everyone: list[list[parity.Result]], rtol: float = 1e-5) -> None:
     for results in everyone:
@@ -45,7 +43,7 @@ def test_length(ranks: RankPool, length: int, world: int):
 def count_compilations(rank_info: RankInfo, name: str, lengths: list[int]) -> list[int]:
     import autosp
 
-    autosp.initialize(AOT_EAGER)
+    autosp.initialize(parity.CASE)
     model = zoo.build("llama", num_hidden_layers=1) if name == "llama" else toys.build()
     make = zoo.batch if name == "llama" else toys.batch
     compiled = torch.compile(model, backend="autosp")
@@ -86,7 +84,7 @@ def test_heads(ranks: RankPool, heads: tuple[int, int], world: int):
 def two_models(rank_info: RankInfo) -> list[parity.Result]:
     import autosp
 
-    autosp.initialize(AOT_EAGER)
+    autosp.initialize(parity.CASE)
     models = [toys.build(heads=8, kv_heads=2), toys.build(heads=6, kv_heads=3, size=8)]
     compiled = [torch.compile(model, backend="autosp") for model in models]
     results = []
@@ -103,8 +101,8 @@ def test_two_models_in_one_process(ranks: RankPool):
 def two_meshes(rank_info: RankInfo) -> list[parity.Result]:
     import autosp
 
-    wide = autosp.initialize({**AOT_EAGER, "sequence_parallel_size": 4})
-    narrow = autosp.initialize({**AOT_EAGER, "sequence_parallel_size": 2})
+    wide = autosp.initialize({**parity.CASE, "sequence_parallel_size": 4})
+    narrow = autosp.initialize({**parity.CASE, "sequence_parallel_size": 2})
     results = []
     model, other = toys.build(), toys.build(heads=8)
     first = torch.compile(model, backend="autosp", options={"mesh": wide})
@@ -146,7 +144,7 @@ def test_sequence_first(ranks: RankPool):
 def embeddings_as_input(rank_info: RankInfo, name: str) -> list[tuple[parity.Result, float]]:
     import autosp
 
-    autosp.initialize(AOT_EAGER)
+    autosp.initialize(parity.CASE)
     model = zoo.build("llama", num_hidden_layers=1) if name == "llama" else toys.build()
     make, width = (zoo.batch, 64) if name == "llama" else (toys.batch, 16)
     compiled = torch.compile(model, backend="autosp")
@@ -220,7 +218,7 @@ def test_positions_of_llama(ranks: RankPool, kind: str):
 def dropped(rank_info: RankInfo) -> dict[str, Any]:
     import autosp
 
-    autosp.initialize(AOT_EAGER)
+    autosp.initialize(parity.CASE)
     compiled = torch.compile(DropoutShows(), backend="autosp")
     outputs = []
     for seed in (1, 1, 2):
@@ -257,7 +255,7 @@ def test_dropout_differs_across_shards_and_is_reproducible(ranks: RankPool):
 def train_with_dropout(rank_info: RankInfo) -> list[float]:
     import autosp
 
-    autosp.initialize(AOT_EAGER)
+    autosp.initialize(parity.CASE)
     model = toys.build(dropout=0.1)
     compiled = torch.compile(model, backend="autosp")
     losses = []
@@ -282,7 +280,7 @@ def test_training_with_dropout(ranks: RankPool):
 def outputs_as(rank_info: RankInfo, kind: str) -> dict[str, Any]:
     import autosp
 
-    autosp.initialize({"autosp": {"inner_backend": "aot_eager", "outputs": kind}})
+    autosp.initialize({"autosp": {"inner_backend": parity.INNER, "outputs": kind}})
     model = toys.build("none")
     compiled = torch.compile(model, backend="autosp")
     batch = toys.batch(17)
@@ -320,7 +318,7 @@ def reduced_by_an_engine(rank_info: RankInfo, mode: str, kind: str) -> tuple[flo
 
     import autosp
 
-    config = {"inner_backend": "aot_eager", "gradient_reduction": mode}
+    config = {"inner_backend": parity.INNER, "gradient_reduction": mode}
     state = autosp.initialize({"autosp": config, "sequence_parallel_size": 2})
     model = toys.LearnedBias("table") if kind == "learned_bias" else toys.build(tied=True)
     expected: dict[str, torch.Tensor] = {}

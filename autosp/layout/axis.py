@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from .placement import IntLike, Shard, known_divides, settled
+from .placement import IntLike, Shard, known_divides, product, settled
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Axis:
     group: str
     gradient_reduction: str = "graph"
     attention: str = "auto"
+    _blocks: dict[Any, IntLike] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def divides(self, length: IntLike) -> bool:
         """Whether the group divides ``length``; a symbolic length is settled by a guard, so that even and uneven
@@ -38,14 +40,20 @@ class Axis:
         return known_divides(self.size, length) or bool(length % self.size == 0)
 
     def block(self, length: IntLike) -> IntLike:
-        """Rows that every rank holds of a grid of ``length`` positions: ``ceil(length / P)``."""
-        if self.divides(length):
-            return settled(length // self.size)
-        return settled((length + self.size - 1) // self.size)
+        """Rows that every rank holds of a grid of ``length`` positions: ``ceil(length / P)``.
+
+        An axis serves one compilation and most lengths are one and the same symbol, so each is worked out once.
+        """
+        key = length.node.expr if isinstance(length, torch.SymInt) else length
+        block = self._blocks.get(key)
+        if block is None:
+            rounded = length if self.divides(length) else length + self.size - 1
+            block = self._blocks[key] = settled(rounded // self.size)
+        return block
 
     def local_dim(self, shard: Shard) -> IntLike:
         """Local size of a cut dimension, padding rows included."""
-        return settled(shard.outer * self.block(shard.length) * shard.inner)
+        return product((shard.outer, self.block(shard.length), shard.inner))
 
     def local_shape(self, shape: Sequence[IntLike], shard: Shard) -> list[IntLike]:
         """Local sizes of a tensor whose whole sizes are ``shape``."""

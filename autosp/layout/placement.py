@@ -25,7 +25,12 @@ IntLike = int | torch.SymInt
 
 def known_equal(a: IntLike, b: IntLike) -> bool:
     """True when ``a == b`` is certain for every size that the guards so far admit; installs no guard."""
-    return bool(statically_known_true(settled(a) == settled(b)))
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt) and a.node.expr == b.node.expr:
+        return True  # the common case by far, a hundred times cheaper than asking the shape environment
+    a, b = settled(a), settled(b)
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(statically_known_true(a == b))
 
 
 def known_divides(divisor: IntLike, value: IntLike) -> bool:
@@ -48,8 +53,9 @@ def product(sizes: Sequence[IntLike]) -> IntLike:
     """Product of sizes; 1 for none."""
     result: IntLike = 1
     for size in sizes:
-        result = settled(result * size)
-    return result
+        if not isinstance(size, int) or size != 1:
+            result = size if isinstance(result, int) and result == 1 else result * size
+    return settled(result)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from .axis import Axis
 from .padding import pad_rows
-from .placement import Shard
+from .placement import Shard, product
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ def _pack(
 ) -> tuple[torch.Tensor, list]:
     """One flat buffer, destination by destination, each piece ``[tokens, heads, batch, size]``; and the piece sizes."""
     rows = [t.permute(2, 1, 0, 3) for t in tensors]
+    if all(_is_partition(b, r.shape[1]) for r, b in zip(rows, blocks, strict=True)):
+        # The ranks' heads follow one another: one copy in few operators, however many ranks there are.
+        parts = [r.reshape(r.shape[0], ranks, r.shape[1] // ranks, *r.shape[2:]).transpose(0, 1) for r in rows]
+        buffer = torch.cat(parts, dim=2).reshape(-1)
+        return buffer, [product([rows[0].shape[i] for i in (0, 2, 3)]) * sum(p.shape[2] for p in parts)] * ranks
     pieces = [
         torch.cat([r[:, lo:hi] for r, b in zip(rows, blocks, strict=True) for lo, hi in [b[p]]], dim=1) for p in peers
     ]
@@ -56,6 +61,12 @@ def _pack(
     for p, piece in zip(peers, pieces, strict=True):
         send[p] = piece.numel()
     return torch.cat([piece.reshape(-1) for piece in pieces]), send
+
+
+def _is_partition(blocks: tuple[tuple[int, int], ...], heads: int) -> bool:
+    """The blocks are equal and follow one another without gap or overlap."""
+    size = heads // len(blocks)
+    return size * len(blocks) == heads and all(b == (p * size, (p + 1) * size) for p, b in enumerate(blocks))
 
 
 def scatter_heads(

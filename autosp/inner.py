@@ -1,0 +1,69 @@
+"""The inner compiler of a local program, with the settings of torch that matter for long sequences.
+
+Memory and overlap are torch's own: its partitioner chooses what to save under a budget, its offloading moves saved
+activations to the host, its scheduler moves the waits of collectives. Here they are only switched on, for the programs
+of this package and no others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._dynamo import lookup_backend
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .config import AutoSPConfig
+from .gradient_sums import JoinGradientSums
+
+_ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default,)
+
+
+def compile_local(graph: fx.GraphModule, examples: list[Any], config: AutoSPConfig) -> Callable[..., Any]:
+    """Compile the program of one rank.
+
+    Args:
+        graph: the local program, not yet differentiated.
+        examples: its inputs, as Dynamo gives them to a backend.
+        config: ``inner_backend``, ``activation_memory_budget``, ``activation_offloading`` and
+            ``overlap_communication`` are read.
+    """
+    compiler: Callable[..., Any] = lookup_backend(config.inner_backend)
+    if config.activation_memory_budget < 1:
+        keep_attention(graph)
+    with _partitioner_settings(config):
+        if config.inner_backend != "inductor":
+            return compiler(graph, examples)
+        return compiler(graph, examples, config_patches=_inductor_settings(config))
+
+
+def keep_attention(graph: fx.GraphModule) -> None:
+    """Have the partitioner save what attention gives: a budget recomputes what is cheap, and this grows with S²."""
+    for node in graph.graph.nodes:
+        if node.target in _ATTENTION and "recompute" not in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+@contextlib.contextmanager
+def _partitioner_settings(config: AutoSPConfig) -> Iterator[None]:
+    """Settings of AOTAutograd's partitioner; those that are at their default are left to the user's own."""
+    settings: dict[str, Any] = {}
+    if config.activation_memory_budget < 1:
+        # At exactly 0 the partitioner saves inputs alone, whatever is marked to be kept.
+        settings["activation_memory_budget"] = max(config.activation_memory_budget, 1e-6)
+    if config.activation_offloading:
+        settings.update(enable_activation_offloading=True, activation_offload_separate_stream=True)
+    with functorch_config.patch(settings) if settings else contextlib.nullcontext():
+        yield
+
+
+def _inductor_settings(config: AutoSPConfig) -> dict[str, Any]:
+    if not config.overlap_communication:
+        return {}
+    users = inductor_config.post_grad_custom_post_pass
+    return {"post_grad_custom_post_pass": JoinGradientSums(users)}
