@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, fx
@@ -111,7 +111,7 @@ class _Writer:
         return {"number": len(self.numbers) - 1}
 
     def _call(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-        target = node.target
+        target: Any = node.target
         if not isinstance(target, torch._ops.OpOverload):
             self._refuse(str(target))
         name = target._schema.name
@@ -119,8 +119,8 @@ class _Writer:
         args = [_literal(operand(arg)) for arg in node.args]
         kwargs = {key: _literal(operand(arg)) for key, arg in node.kwargs.items() if key in ("dtype", "alpha", "value")}
         if name == "aten::index":
-            table = node.args[0]
-            if len(node.args[1]) != table.meta["val"].dim() or any(index is None for index in node.args[1]):
+            table, indices = cast("tuple[fx.Node, list[Any]]", node.args[:2])
+            if len(indices) != table.meta["val"].dim() or any(index is None for index in indices):
                 self._refuse("a table that is not read by a position in every dimension")
         elif "whole" in str(args) and any(_is_table(arg) for arg in args):
             # A whole tensor inside arithmetic is right only as one number.
@@ -150,7 +150,7 @@ class _Writer:
             visible = self.step("aten::bitwise_or.Tensor", [visible, full])
         return visible
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedGraphError(
             f"a function of flex_attention uses {what}, which does not treat every score alone",
             operator="flex_attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import toys
@@ -73,10 +74,23 @@ def square_bias(toy, ids, positions):
 
 
 class MaskedToy(nn.Module):
-    """``toys.Toy`` with a mask of ``MASKS``; "is_causal" leaves it to the operator. Values have a size of their own."""
+    """``toys.Toy`` with a mask of ``MASKS``; "is_causal" leaves it to the operator. Values have a size of their own.
 
-    def __init__(self, mask: str, *, heads: int = 4, kv_heads: int = 2, size: int = 4, value_size: int = 4) -> None:
+    ``form`` is "sdpa" or "eager": scores, softmax and mixing written out, over repeated key/value heads.
+    """
+
+    def __init__(
+        self,
+        mask: str,
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        size: int = 4,
+        value_size: int = 4,
+        form: str = "sdpa",
+    ) -> None:
         super().__init__()
+        self.form = form
         self.toy = toys.build(heads=heads, kv_heads=kv_heads, size=size)
         self.mask, self.value_size = mask, value_size
         torch.manual_seed(5)
@@ -99,14 +113,32 @@ class MaskedToy(nn.Module):
         v = self.v(x).view(rows, length, attention.kv_heads, self.value_size).transpose(1, 2)
         is_causal = self.mask == "is_causal"
         mask = None if is_causal else MASKS[self.mask](self, input_ids, position_ids)
+        if self.form == "eager":
+            return self.finish(x, self.written_out(q, k, v, mask, is_causal), labels)
         grouped = attention.heads != attention.kv_heads
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
-        x = x + self.o(out.transpose(1, 2).reshape(rows, length, -1))
+        return self.finish(x, out, labels)
+
+    def written_out(self, q, k, v, mask, is_causal: bool) -> torch.Tensor:
+        """``softmax(q k^T) v`` as models of the eager form write it."""
+        repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        if is_causal:
+            places = torch.arange(q.shape[2], device=q.device)
+            mask = places[None, :] <= places[:, None]
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        return torch.softmax(scores, dim=-1) @ v
+
+    def finish(self, x: torch.Tensor, out: torch.Tensor, labels: torch.Tensor) -> toys.Out:
+        toy = self.toy
+        x = x + self.o(out.transpose(1, 2).flatten(2))
         logits = toy.head(toy.norm(x))
         return toys.Out(toys.pad_slice(toy, logits, labels), logits)
 
 
-def build(mask: str, **settings: int) -> MaskedToy:
+def build(mask: str, **settings: Any) -> MaskedToy:
     """A toy with the same weights in every process."""
     model = MaskedToy(mask, **settings)
     for name in ("v", "positions", "mlp"):

@@ -69,7 +69,10 @@ def test_sizes_cover_the_world(tree: dict[str, Any], world_size: int, expected: 
         ({"tensor_parallel": {"vocab_parallel_lm_head": "yes"}}, "vocab_parallel_lm_head is 'yes'"),
         ({"tensor_parallel": {"vocab_parallel_embedding": 1}}, "vocab_parallel_embedding is 1"),
         ({"autosp": {"atention": "auto"}}, "unknown 'atention' in the \"autosp\" section; valid settings: attention, "),
-        ({"autosp": {"attention": "flash"}}, "attention is 'flash'; allowed: 'auto', 'allgather_kv', 'hybrid', 'ring', 'ulysses'$"),
+        (
+            {"autosp": {"attention": "flash"}},
+            "attention is 'flash'; allowed: 'auto', 'allgather_kv', 'hybrid', 'ring', 'ulysses'$",
+        ),
         ({"autosp": {"gradient_reduction": "mean"}}, "allowed: 'graph', 'engine_mean', 'engine_sum'"),
         ({"autosp": {"outputs": "gathered"}}, "allowed: 'dtensor', 'full', 'local'"),
         ({"autosp": {"unsupported": "ignore"}}, "allowed: 'error', 'gather'"),

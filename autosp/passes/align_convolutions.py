@@ -74,7 +74,9 @@ def _keeps_first(node: fx.Node, length: Any) -> bool:
     dim = node.args[1] if len(node.args) > 1 else 0
     start = node.args[2] if len(node.args) > 2 else None
     step = node.args[4] if len(node.args) > 4 else 1
-    return dim % ndim == ndim - 1 and start in (None, 0) and step == 1 and known_equal(node.meta["val"].shape[-1], length)
+    return (
+        dim % ndim == ndim - 1 and start in (None, 0) and step == 1 and known_equal(node.meta["val"].shape[-1], length)
+    )
 
 
 def _padded(node: fx.Node) -> tuple[fx.Node, int, list[fx.Node]] | None:

@@ -91,9 +91,7 @@ def chunks(problem: Problem, q: Tensor, k: Tensor) -> Iterator[Chunk]:
         yield _masked_chunk(problem, q, first, last, start, stop, queries)
 
 
-def _masked_chunk(
-    problem: Problem, q: Tensor, first: int, last: int, start: int, stop: int, queries: Tensor
-) -> Chunk:
+def _masked_chunk(problem: Problem, q: Tensor, first: int, last: int, start: int, stop: int, queries: Tensor) -> Chunk:
     """The chunk with its mask; on the CPU, where looking costs no wait, keys at the ends that nobody sees are left
     out.
     """

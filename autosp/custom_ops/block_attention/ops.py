@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import blocks
+from . import blocks, flash
 
 
 @torch.library.custom_op("autosp::block_attention", mutates_args=())
@@ -37,7 +37,8 @@ def block_attention(
         ``out [batch, heads, rows, size of v]`` in the dtype of q, ``lse [batch, heads, rows]`` in fp32 (fp64 for fp64).
     """
     problem = blocks.Problem.of(leaves, numbers, program, scale, origin, sizes, bounds)
-    return blocks.forward(problem, q, k, v)
+    part = flash.band(problem, q.shape[2], k.shape[2]) if flash.serves(problem, q, k, v) else None
+    return blocks.forward(problem, q, k, v) if part is None else flash.forward(problem, part, q, k, v)
 
 
 @block_attention.register_fake
@@ -58,6 +59,9 @@ def block_attention_backward(
     ``out`` and ``lse`` may be those of all keys while ``k`` holds a part of them: dq is then that part's share.
     """
     problem = blocks.Problem.of(leaves, numbers, program, scale, origin, sizes, bounds)
+    part = flash.band(problem, q.shape[2], k.shape[2]) if flash.serves(problem, q, k, v) else None
+    if part is not None and grad_lse is None:
+        return list(flash.backward(problem, part, grad, q, k, v, out, lse))
     dq, dk, dv, leaf_grads = blocks.backward(problem, grad, grad_lse, q, k, v, out, lse)
     return [dq, dk, dv, *leaf_grads]
 

@@ -23,8 +23,8 @@ class Estimate:
 
     def __str__(self) -> str:
         return (
-            f"{self.share:.1%} of the scores on the busiest rank, {self.moved:.0f} bytes moved and {self.held:.0f} held "
-            "a token"
+            f"{self.share:.1%} of the scores on the busiest rank, {self.moved:.0f} bytes moved and {self.held:.0f} "
+            "held a token"
         )
 
 
@@ -35,5 +35,5 @@ def token_bytes(form: Form, q_heads: float, key_heads: float) -> float:
 
 
 def row_share(form: Form, parts: int) -> float:
-    """Part of the scores in the busiest of ``parts`` contiguous blocks of queries: the last one, where it may be causal."""
+    """Part of the scores in the busiest of ``parts`` contiguous blocks of queries: the last, if causal."""
     return (2 * parts - 1) / parts**2 if form.may_be_causal else 1 / parts

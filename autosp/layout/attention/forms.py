@@ -106,7 +106,7 @@ class Form:
         raise NotImplementedError
 
     def run_heads(self, c: OpCall, local: dict[str, Any], q, k, v, block: tuple[int, int], grouped: bool) -> Any:
-        """``(out, lse or None)`` of heads ``block`` over the whole sequence; ``grouped``: fewer key heads than q has."""
+        """``(out, lse or None)`` of heads ``block`` over the whole sequence; ``grouped``: fewer key heads."""
         raise NotImplementedError
 
     @property

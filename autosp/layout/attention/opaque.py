@@ -63,9 +63,7 @@ class OpaqueForm(Form):
         return [own] + [None] * (len(self.call.out) - 1) if isinstance(self.call.out, (list, tuple)) else own
 
 
-def register_attention(
-    *targets: Any, query: str = "q", key: str = "k", value: str = "v", layout: str = "bshd"
-) -> None:
+def register_attention(*targets: Any, query: str = "q", key: str = "k", value: str = "v", layout: str = "bshd") -> None:
     """Register operators of a kernel library as attention: they then run on a rank's heads over the whole sequence.
 
     The operator is called as the model calls it, with fewer heads: whatever else it takes (cumulative lengths, a

@@ -27,7 +27,7 @@ def reach(weight: torch.Tensor, dilation: Any) -> int:
 
 @register_rule(aten.conv1d.default)
 def conv1d_rule(call: OpCall) -> Strategy:
-    """``[batch, channels, tokens]``: cut over the batch it is local; over tokens it keeps their number or is refused."""
+    """``[batch, channels, tokens]``: local when cut over the batch; over tokens it keeps their number or refuses."""
     value: Value = call["input"]
     if not known_equal(_one(call["stride"]), 1):
         return _elsewhere(call, value, "a strided convolution changes the length of the sequence")
@@ -63,7 +63,7 @@ def _elsewhere(call: OpCall, value: Value, reason: str) -> Strategy:
     if value.shard is None:
         return Strategy()
     if value.shard.dim != 0 or value.ndim != 3:
-        raise Refusal(reason, "pad it so that every token keeps its place, or gather with unsupported: \"gather\"")
+        raise Refusal(reason, 'pad it so that every token keeps its place, or gather with unsupported: "gather"')
     return Strategy(inputs={"input": value.shard}, output=value.shard)
 
 
@@ -114,5 +114,3 @@ def with_halo(axis: Axis, x: torch.Tensor, left: int, right: int) -> torch.Tenso
     front = buffer.narrow(0, 0, first).reshape(*rest, left) if before else x.new_zeros(*rest, left)
     back = buffer.narrow(0, first, right * width).reshape(*rest, right) if behind else x.new_zeros(*rest, right)
     return torch.cat([front, x, back], dim=-1)
-
-
