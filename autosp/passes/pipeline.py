@@ -20,11 +20,12 @@ from ..layout.infer import Gathered, Source, infer_layouts
 from ..layout.outputs import OutputSpec
 from .align_convolutions import align_convolutions_pass
 from .express_masks import express_masks_pass
-from .functionalize_inplace import functionalize_inplace_pass
+from .functionalize_inplace import functional_form, functionalize_inplace_pass
 from .fuse_linear_cross_entropy import fuse_linear_cross_entropy_pass
 from .localize import localize_graph
 from .move_slices_up import move_slices_up_pass
 from .peel_repeat_kv import peel_repeat_kv_pass
+from .scatter_views import scatter_views_pass
 from .simplify_masks import simplify_masks_pass
 from .verify import collective_list, verify_local_graph_pass
 
@@ -62,6 +63,10 @@ class Pass:
 
 def _functionalize(work: Work) -> None:
     work.graph = functionalize_inplace_pass(work.graph)
+
+
+def _scatter_views(work: Work) -> None:
+    work.graph = scatter_views_pass(work.graph, functional_form=functional_form)
 
 
 def _simplify_masks(work: Work) -> None:
@@ -115,6 +120,13 @@ def _pass(name: str, run: Callable[[Work], None], requires: Sequence[str], ensur
 
 
 PIPELINE: tuple[Pass, ...] = (
+    _pass(
+        "scatter_views",
+        _scatter_views,
+        ["captured"],
+        ["captured"],
+        "a write through a view is a value replaced in part",
+    ),
     _pass("functionalize_inplace", _functionalize, ["captured"], ["functional"], "rules see values, not storage"),
     _pass("simplify_masks", _simplify_masks, ["functional"], ["simple"], "a causal mask needs no S x S tensor"),
     _pass("peel_repeat_kv", _peel_repeat_kv, ["functional"], ["simple"], "repeated heads need not travel"),

@@ -35,7 +35,9 @@ def serves(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bool:
     if problem.has_mask or problem.has_scores or not q.dtype == k.dtype == v.dtype:
         return False
     size = q.shape[-1]
-    return size == v.shape[-1] and size % 8 == 0 and size <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return (
+        size == v.shape[-1] and size % 8 == 0 and size <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
 
 
 def band(problem: Problem, queries: int, keys: int) -> Band | None:
