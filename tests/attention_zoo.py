@@ -111,9 +111,10 @@ def mamba(**changes: Any) -> torch.nn.Module:
 
 
 def qwen3_next(**changes: Any) -> torch.nn.Module:
-    settings = {**_BASE, "head_dim": 8, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-                "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 0,
-                "mlp_only_layers": [0, 1], "num_experts_per_tok": 1}  # fmt: skip
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+              "linear_value_head_dim": 8}  # fmt: skip
+    settings = {**_BASE, **linear, "head_dim": 8, "num_hidden_layers": 2, "num_experts": 0, "mlp_only_layers": [0, 1],
+                "num_experts_per_tok": 1, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
     return zoo._make("Qwen3NextForCausalLM", "Qwen3NextConfig", **{**settings, **changes})
 
 

@@ -1,4 +1,4 @@
-"""The bands that FlashAttention is given say what the bounds say; on a GPU its results are those of the plain blocks."""
+"""The bands given to FlashAttention say what the bounds say; on a GPU its results are those of the plain blocks."""
 
 from __future__ import annotations
 

@@ -49,6 +49,13 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     return out + part.sum()
 
 
+def reshaped_later(x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for i in range(3):
+        out[:, i] = x[:, i] + i
+    return out.reshape(6, 10).contiguous() * 2
+
+
 def broadcast(x: torch.Tensor) -> torch.Tensor:
     out = x + 0
     out[:, 0, 2:5] = 7.0
@@ -64,7 +71,7 @@ def run_pass(gm: fx.GraphModule) -> fx.GraphModule:
     return scatter_views_pass(gm, functional_form=functional_form)
 
 
-@pytest.mark.parametrize("function", [filled, shifted, squeezed, views_read_later, twice, broadcast])
+@pytest.mark.parametrize("function", [filled, shifted, squeezed, views_read_later, twice, reshaped_later, broadcast])
 def test_writes_become_scatters(function: Callable[..., torch.Tensor]):
     gm = run_pass(traced(function))
     assert not [n for n in gm.graph.nodes if n.op == "call_function" and n.target._schema.is_mutable]

@@ -17,8 +17,8 @@ _LINKS = (_SLICE, _SELECT, _TRANSPOSE, _UNSQUEEZE, _SQUEEZE, _PERMUTE)
 
 
 def scatter_views_pass(gm: fx.GraphModule, *, functional_form: Callable[[Any], Any]) -> fx.GraphModule:
-    """Rewrites: ``v = x[..., a:b]; v.copy_(y)`` with ``x`` made in the graph -> ``x' = slice_scatter(x, y, ...)``, later
-    uses of ``x`` reading ``x'``, and later uses of its views views of ``x'``.
+    """Rewrites: ``v = x[..., a:b]; v.copy_(y)`` with ``x`` made in the graph -> ``x' = slice_scatter(x, y, ...)``,
+    later uses of ``x`` reading ``x'``, and later uses of its views views of ``x'``.
 
     Requires: a captured graph.
     Ensures: writes through slices, selections and permutations of a value of the graph are gone.
@@ -47,7 +47,9 @@ def _chain(node: fx.Node, functional_form: Callable[[Any], Any]) -> list[fx.Node
         written = written.args[0]
     if not chain or not isinstance(written, fx.Node) or not _owns_storage(written) or functional_form(target) is None:
         return None
-    if not all(_is_known_view(alias) for alias in _aliases(written)):
+    # What is made of the value later reads it as it is then; what was made before must be made anew.
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    if not all(_is_known_view(alias) for alias in _aliases(written) if order[alias] < order[node]):
         return None
     return chain[::-1]
 

@@ -1,7 +1,7 @@
 """Blocks by torch's own FlashAttention, where a block's mask is nothing but a band of distances.
 
-FlashAttention (arXiv:2307.08691) aligns the last query with the last key; a band ``low <= query - key <= high`` is then a
-window on the left and one on the right, once the keys outside of everybody's reach are left out.
+FlashAttention (arXiv:2307.08691) aligns the last query with the last key; a band ``low <= query - key <= high`` is then
+a window on the left and one on the right, once the keys outside of everybody's reach are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LARGE = 2**30
 
 @dataclass(frozen=True)
 class Band:
-    """Local rows ``[first, last)`` of q against rows ``[start, stop)`` of k, and FlashAttention's windows (-1: open)."""
+    """Local rows ``[first, last)`` of q against rows ``[start, stop)`` of k, and its windows (-1: open)."""
 
     first: int
     last: int
