@@ -41,7 +41,7 @@ _times: dict[str, float] = {}
 
 
 def compile_times() -> dict[str, float]:
-    """Seconds of the latest compilation: "autosp_s" in autosp's own capture, passes and checks (each pass by its name as
+    """Seconds of the latest compilation: "autosp_s" in autosp's own capture, passes and checks (a pass by itself as
     "pass.NAME"), "waiting_s" until the other ranks had come as far, "total_s" in the whole backend.
     """
     return dict(_times)
