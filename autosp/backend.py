@@ -126,6 +126,7 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
         unsupported=state.config.unsupported,
         fake_mode=fake_mode,
         fuse_linear_cross_entropy=state.config.fuse_linear_cross_entropy,
+        token_tiles=state.config.token_tiles,
     )
     return run_pipeline(work), found
 
