@@ -45,7 +45,9 @@ _times: dict[str, float] = {}
 
 
 def compile_times() -> dict[str, float]:
-    """Seconds of the latest compilation: "autosp_s" in autosp's own passes, "total_s" in the whole backend."""
+    """Seconds of the latest compilation: "autosp_s" in autosp's own capture, passes and checks (a pass by itself as
+    "pass.NAME"), "waiting_s" until the other ranks had come as far, "total_s" in the whole backend.
+    """
     return dict(_times)
 
 
@@ -83,12 +85,14 @@ def autosp_backend(
         with contextlib.suppress(RankMismatchError):
             agree(state, "refused", b"")
         raise
-    agree(state, "compile", payload, detail=_shapes(example_inputs, found))
     own = time.perf_counter() - start
+    agree(state, "compile", payload, detail=_shapes(example_inputs, found))
+    waiting = time.perf_counter() - start - own
     compiled = compile_local(work.graph, _local_examples(example_inputs, found, work.axis), state.config)
-    _times.update(
-        autosp_s=own, total_s=time.perf_counter() - start, **{f"pass.{k}": v for k, v in work.seconds.items()}
-    )
+    total = time.perf_counter() - start
+    _times.clear()
+    _times.update(autosp_s=own, waiting_s=waiting, total_s=total)
+    _times.update((f"pass.{name}", seconds) for name, seconds in work.seconds.items())
     _report(work)
     checked = [Checked(index, key) for index, key in found.keys.items()] if state.config.verify == "inputs" else []
     return LocalProgram(compiled, work.specs, work.axis, state, checked, state.config.outputs, found.sharded)
@@ -126,6 +130,7 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
         unsupported=state.config.unsupported,
         fake_mode=fake_mode,
         fuse_linear_cross_entropy=state.config.fuse_linear_cross_entropy,
+        token_tiles=state.config.token_tiles,
     )
     return run_pipeline(work), found
 

@@ -40,6 +40,7 @@ OPTION_NAMES = (
     "activation_memory_budget",
     "activation_offloading",
     "overlap_communication",
+    "token_tiles",
 )
 # A strategy of attention is a file of that folder; its name is the value of the setting.
 _STRATEGY_FILES = (Path(__file__).parent / "layout" / "attention" / "strategies").glob("[a-z]*.py")
@@ -127,6 +128,10 @@ class AutoSPConfig(BaseModel):
 
     activation_offloading: bool = False
     """Move saved activations to the host in the forward and back in the backward, on a stream of their own (CUDA)."""
+
+    token_tiles: int = Field(default=1, ge=1, le=64)
+    """Parts in which an MLP, or any stretch that widens each token alone, runs over its tokens, recomputed part by part
+    in the backward: its wide values exist for one part at a time. 1: in one piece."""
 
     overlap_communication: bool = True
     """Let the scheduler of Inductor put off the waits of collectives until their results are needed."""

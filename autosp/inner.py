@@ -63,7 +63,17 @@ def _partitioner_settings(config: AutoSPConfig) -> Iterator[None]:
 
 
 def _inductor_settings(config: AutoSPConfig) -> dict[str, Any]:
+    """Sums of gradients are joined, and every collective starts as soon as its inputs are there.
+
+    Without the second, the scheduler, which orders by memory, starts a sum just before the next exchange and nothing
+    lies between the two.
+    """
     if not config.overlap_communication:
         return {}
-    users = inductor_config.post_grad_custom_post_pass
-    return {"post_grad_custom_post_pass": JoinGradientSums(users)}
+    settings: dict[str, Any] = {
+        "post_grad_custom_post_pass": JoinGradientSums(inductor_config.post_grad_custom_post_pass)
+    }
+    if not inductor_config.reorder_for_compute_comm_overlap:
+        settings["reorder_for_compute_comm_overlap"] = True
+        settings["reorder_for_compute_comm_overlap_passes"] = ["raise_comms"]
+    return settings

@@ -27,6 +27,7 @@ from .move_slices_up import move_slices_up_pass
 from .peel_repeat_kv import peel_repeat_kv_pass
 from .scatter_views import scatter_views_pass
 from .simplify_masks import simplify_masks_pass
+from .tile_tokens import tile_tokens_pass
 from .verify import collective_list, verify_local_graph_pass
 
 
@@ -43,6 +44,7 @@ class Work:
     unsupported: str
     fake_mode: Any
     fuse_linear_cross_entropy: str = "never"
+    token_tiles: int = 1
     local_inputs: Sequence[Any] = ()
     specs: list[OutputSpec] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
@@ -97,6 +99,10 @@ def _infer(work: Work) -> None:
 
 def _move_slices_up(work: Work) -> None:
     work.graph = move_slices_up_pass(work.graph)
+
+
+def _tile_tokens(work: Work) -> None:
+    work.graph = tile_tokens_pass(work.graph, tiles=work.token_tiles)
 
 
 def _localize(work: Work) -> None:
@@ -155,6 +161,7 @@ PIPELINE: tuple[Pass, ...] = (
         ["sliced"],
         "whole values used by shards only are made as shards",
     ),
+    _pass("tile_tokens", _tile_tokens, ["layouts"], ["tiled"], "an MLP's wide values need not exist for all tokens"),
     _pass("localize", _localize, ["layouts"], ["local"], "the program of one rank, collectives included"),
     _pass("verify", _verify, ["local"], ["verified"], "what a wrong rule would break is checked before it runs"),
 )
