@@ -41,6 +41,8 @@ def emit_flex_attention(args: Sequence[Any], location: str) -> tuple[Tensor, Ten
         UnsupportedGraphError: a function that is more than pointwise in the scores, or keys stretched over the batch.
     """
     q, k, v, score_mod, block_mask, scale, _, score_buffers, mask_buffers = args
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if not (k.shape[0] == v.shape[0] == q.shape[0]):
         raise UnsupportedGraphError(
             "flex_attention stretches its keys and values over the batch",

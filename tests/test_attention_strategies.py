@@ -77,6 +77,31 @@ def run_half(rank_info: Any, build: Any, strategy: str) -> parity.Result:
     return parity.run_model(rank_info, lambda: build().bfloat16(), [masked_toys.batch(17)], config=config)[0]
 
 
+def run_autocast(rank_info: Any, mask: str, strategy: str) -> list[parity.Result]:
+    config = {"autosp": {"inner_backend": "aot_eager", "attention": strategy}}
+    build = lambda: masked_toys.build(mask).float()  # noqa: E731
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return parity.run_model(rank_info, build, [masked_toys.batch(17, packed=True)], config=config)
+
+
+@pytest.mark.parametrize(("mask", "strategy"), [("document", "ulysses"), ("is_causal", "ring")])
+@slow
+def test_autocast(ranks: RankPool, mask: str, strategy: str):
+    for results in ranks.run(run_autocast, mask, strategy, timeout=300):
+        for result in results:
+            result.check(2e-2)
+
+
+@slow
+def test_inductor_at_two_uneven_lengths(ranks: RankPool):
+    build = functools.partial(masked_toys.build, "document")
+    batches = [masked_toys.batch(n, packed=True) for n in (17, 21)]
+    config = {"autosp": {"inner_backend": "inductor", "attention": "ring"}}
+    for results in ranks.run(parity.run_model, build, batches, config=config, timeout=340):
+        for result in results:
+            result.check()
+
+
 CASES = st.fixed_dictionaries(
     {
         "mask": st.sampled_from(MASKS),

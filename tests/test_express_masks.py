@@ -152,6 +152,23 @@ def test_distances_become_bounds(mask: Mask, bounds: list[int]) -> None:
     assert node.args[9] == bounds
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_keys_alone_stays_small(dtype: torch.dtype) -> None:
+    def keys_alone(s: int) -> torch.Tensor:
+        seen = (torch.arange(s) > 2).expand(2, 1, 1, s)
+        return seen.to(dtype).expand(2, 1, s, s)
+
+    gm = run_pass(traced(keys_alone))
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default)
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs["attn_mask"]
+    assert list(mask.meta["val"].shape) == [2, 1, 1, LENGTH] and not square_tensors(gm)
+    q, k, v = (torch.randn(2, 4, LENGTH, 8) for _ in range(3))
+    reference = F.scaled_dot_product_attention(q, k, v, attn_mask=keys_alone(LENGTH))
+    torch.testing.assert_close(gm(q, k, v), reference, rtol=1e-5, atol=1e-5)
+    text = str(gm.graph)
+    assert str(run_pass(gm).graph) == text
+
+
 def test_gradients_reach_what_a_bias_is_made_of() -> None:
     def function(q: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
         row, column = places(LENGTH)

@@ -33,12 +33,19 @@ def express_masks_pass(gm: fx.GraphModule, *, fake_mode: Any) -> fx.GraphModule:
     Requires: a captured graph.
     Ensures: a mask or bias that pointwise operators make from such leaves is never made as queries x keys; what it
     hides by the distance of query and key alone becomes bounds, and whole blocks are left out by them.
+    A mask that is the same for every query is handed over as it is, un-stretched.
     Refuses: nothing; what is made otherwise (an input, an embedding of distances) keeps its exact tensor.
     """
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=SDPA):
         mask = _argument(node, 3, "attn_mask", None)
         if not isinstance(mask, fx.Node) or not _is_plain_attention(node):
+            continue
+        keys_alone = _broadcast_over_queries(mask)
+        if keys_alone is not None:
+            # The operator broadcasts it by itself, and its fused kernels take it.
+            changed = changed or keys_alone is not mask
+            node.replace_input_with(mask, keys_alone)
             continue
         writer = _Writer()
         program = writer.write(mask)
@@ -54,6 +61,14 @@ def express_masks_pass(gm: fx.GraphModule, *, fake_mode: Any) -> fx.GraphModule:
 
 def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def _broadcast_over_queries(mask: fx.Node) -> fx.Node | None:
+    """What a mask is stretched from, when it is the same for every query; None when it is not."""
+    while mask.target is aten.expand.default and mask.args[0].meta["val"].dim() >= 2:  # type: ignore[union-attr]
+        mask = mask.args[0]  # type: ignore[assignment]
+    shape = mask.meta["val"].shape
+    return mask if len(shape) >= 2 and known_equal(shape[-2], 1) else None
 
 
 def _is_plain_attention(node: fx.Node) -> bool:
@@ -261,19 +276,30 @@ def _replace(gm: fx.GraphModule, node: fx.Node, program: str, writer: _Writer, f
     scale = _argument(node, 6, "scale", None)
     scale = q.meta["val"].shape[-1] ** -0.5 if scale is None else scale
     kept = {key: value for key, value in node.meta.items() if key in ("stack_trace", "recompute", "ac_graph_id")}
+    val = node.meta["val"]
     with gm.graph.inserting_before(node):
+        # Under autocast the operator casts its operands; ours takes them as they are.
+        q, k, v = (_in_dtype(gm, x, val.dtype, kept, fake_mode) for x in (q, k, v))
         sizes = [_size(gm, x, kept) for x in (q, k)]
         args = (q, k, v, list(writer.leaves), list(writer.numbers), program, float(scale), [0, 0, 0, 0], sizes,
                 list(writer.bounds))  # fmt: skip
         made = gm.graph.call_function(torch.ops.autosp.block_attention.default, args)
         out = gm.graph.call_function(operator.getitem, (made, 0))
-    val = node.meta["val"]
     wide = torch.float64 if val.dtype == torch.float64 else torch.float32
     with fake_mode:
         made.meta = {**kept, "val": (val, val.new_empty(val.shape[:-1], dtype=wide))}
     out.meta = {**kept, "val": val}
     node.replace_all_uses_with(out)
     gm.graph.erase_node(node)
+
+
+def _in_dtype(gm: fx.GraphModule, x: fx.Node, dtype: torch.dtype, kept: dict[str, Any], fake_mode: Any) -> fx.Node:
+    if x.meta["val"].dtype == dtype:
+        return x
+    node = gm.graph.call_function(aten.to.dtype, (x, dtype))
+    with fake_mode:
+        node.meta = {**kept, "val": x.meta["val"].to(dtype)}
+    return node
 
 
 def _size(gm: fx.GraphModule, x: fx.Node, kept: dict[str, Any]) -> Any:

@@ -38,7 +38,10 @@ def block_attention(
     """
     problem = blocks.Problem.of(leaves, numbers, program, scale, origin, sizes, bounds)
     part = flash.band(problem, q.shape[2], k.shape[2]) if flash.serves(problem, q, k, v) else None
-    return blocks.forward(problem, q, k, v) if part is None else flash.forward(problem, part, q, k, v)
+    if part is not None:
+        return flash.forward(problem, part, q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        return blocks.forward(problem, q, k, v)
 
 
 @block_attention.register_fake
@@ -61,8 +64,9 @@ def block_attention_backward(
     problem = blocks.Problem.of(leaves, numbers, program, scale, origin, sizes, bounds)
     part = flash.band(problem, q.shape[2], k.shape[2]) if flash.serves(problem, q, k, v) else None
     if part is not None and grad_lse is None:
-        return list(flash.backward(problem, part, grad, q, k, v, out, lse))
-    dq, dk, dv, leaf_grads = blocks.backward(problem, grad, grad_lse, q, k, v, out, lse)
+        return [*flash.backward(problem, part, grad, q, k, v, out, lse), *(torch.zeros_like(x) for x in leaves)]
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv, leaf_grads = blocks.backward(problem, grad, grad_lse, q, k, v, out, lse)
     return [dq, dk, dv, *leaf_grads]
 
 

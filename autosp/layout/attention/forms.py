@@ -139,6 +139,11 @@ class SdpaForm(Form):
     def is_plain(self) -> bool:
         return not self.may_be_causal and self.dropout == 0
 
+    def tokens_of(self, local: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """In the dtype of the result: autocast has the operator cast its operands, which blocks do not."""
+        q, k, v = (x if x.dtype == self.call.out.dtype else x.to(self.call.out.dtype) for x in super().tokens_of(local))
+        return q, k, v
+
     def why_not_blocks(self) -> str:
         return "its dropout needs the probabilities of whole rows" if self.dropout > 0 else ""
 
