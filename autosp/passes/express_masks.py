@@ -65,8 +65,8 @@ def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
 
 def _broadcast_over_queries(mask: fx.Node) -> fx.Node | None:
     """What a mask is stretched from, when it is the same for every query; None when it is not."""
-    while mask.target is aten.expand.default and mask.args[0].meta["val"].dim() >= 2:  # type: ignore[union-attr]
-        mask = mask.args[0]  # type: ignore[assignment]
+    while mask.target is aten.expand.default and mask.args[0].meta["val"].dim() >= 2:
+        mask = mask.args[0]
     shape = mask.meta["val"].shape
     return mask if len(shape) >= 2 and known_equal(shape[-2], 1) else None
 

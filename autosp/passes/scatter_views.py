@@ -134,7 +134,7 @@ def _made(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Any, like
     """A new node with its value."""
     new = graph.call_function(target, args, dict(kwargs))
     new.meta = {k: v for k, v in like.meta.items() if k in ("stack_trace", "recompute", "ac_graph_id")}
-    with like.args[0].meta["val"].fake_mode:  # type: ignore[union-attr]
+    with like.args[0].meta["val"].fake_mode:
         values = fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta["val"])
         new.meta["val"] = target(*values[0], **values[1])
     return new
@@ -153,8 +153,8 @@ def _put_back(graph: fx.Graph, view: fx.Node, parent: fx.Node, value: fx.Node, l
         if _same_shape(view, parent):
             return value
         ndim = parent.meta["val"].dim()
-        return _made(graph, _UNSQUEEZE, (value, int(rest[0]) % ndim), {}, like)  # type: ignore[arg-type]
+        return _made(graph, _UNSQUEEZE, (value, int(rest[0]) % ndim), {}, like)
     if view.target is _PERMUTE:
-        dims = [int(d) % len(rest[0]) for d in rest[0]]  # type: ignore[arg-type, union-attr]
+        dims = [int(d) % len(rest[0]) for d in rest[0]]
         return _made(graph, _PERMUTE, (value, [dims.index(d) for d in range(len(dims))]), {}, like)
     return _made(graph, _TRANSPOSE, (value, *rest), {}, like)
