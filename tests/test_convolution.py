@@ -120,3 +120,10 @@ def test_forms_become_one_operator(form: str):
     torch.testing.assert_close(after(*args), {**FORMS, **OTHER}[form](*args), rtol=1e-5, atol=1e-5)
     text = str(after.graph)
     assert str(align_convolutions_pass(after).graph) == text
+
+
+def test_opcheck():
+    x, w, b = torch.randn(2, 16, 12), torch.randn(16, 1, 4), torch.randn(16)
+    args = [t.requires_grad_() for t in (x, w, b)]
+    torch.library.opcheck(torch.ops.autosp.token_conv1d.default, (*args, 3, 1, 16))
+    torch.library.opcheck(torch.ops.autosp.token_conv1d.default, (*args[:2], None, 1, 1, 16))
