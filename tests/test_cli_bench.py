@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pool import RankPool
 
 from autosp.bench import linear_loss, losses
 from autosp.cli.main import main
@@ -44,6 +45,33 @@ def test_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert floors["jsd"] / floors["entropy"] == pytest.approx(7 / 3)
     printed = capsys.readouterr().out
     assert "device=cpu" in printed and "| 3 x 24 | float32 | jsd | autosp |" in printed
+
+
+def over_a_group_body(info, target):
+    losses._COPY_BYTES["cpu"] = 1 << 16
+    arguments = ["--shape", "3x24", "--dtype", "float32", "--repeats", "2", "--device", "cpu", "--json", target]
+    code = run("losses", "--tp", "2", *arguments, "--operator", "logprobs", "--operator", "jsd")
+    assert not torch.distributed.is_initialized()
+    return code
+
+
+def test_losses_over_a_group(ranks: RankPool, tmp_path: Path) -> None:
+    """Both ranks measure, under the variables that torchrun sets; one of them writes."""
+    target = tmp_path / "out.json"
+    assert ranks.run(over_a_group_body, str(target), process_group=False, timeout=60) == [0, 0]
+    rows = json.loads(target.read_text())["results"]
+    assert [row["operator"] for row in rows] == ["logprobs", "jsd"]
+    for row in rows:
+        assert row["tp"] == 2 and row["alone_ms"] > 0
+        assert row["ratio"] == pytest.approx(row["group_ms"] / row["alone_ms"])
+
+
+def group_size_body(info):
+    return run("losses", "--tp", "3", "--device", "cpu")
+
+
+def test_another_number_of_ranks_is_refused(ranks: RankPool) -> None:
+    assert ranks.run(group_size_body, process_group=False, timeout=60) == [2, 2]
 
 
 def test_losses_at_the_default_shape_of_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +149,8 @@ WRONG = {
     "a folder that is not there": (("losses", "--json", "no/such/file.json", *CPU), "in a folder that exists"),
     "a picture of a CPU": (("linear-loss", "--picture", "p.png", *CPU), "which only a GPU counts"),
     "a picture of no format": (("linear-loss", "--picture", "p.txt", *CPU), "allowed endings are .png"),
+    "ranks that nobody started": (("losses", "--tp", "2", *CPU), "torchrun --nproc-per-node 2 -m autosp.cli.main bench"),
+    "a peer over a group": (("losses", "--tp", "2", "--peer", "eager", *CPU), "--peer eager has no effect"),
     "an option": (("losses", "--shpae", "1x2"), "No such option: --shpae"),
 }
 
