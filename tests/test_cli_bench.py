@@ -149,7 +149,7 @@ WRONG = {
     "a folder that is not there": (("losses", "--json", "no/such/file.json", *CPU), "in a folder that exists"),
     "a picture of a CPU": (("linear-loss", "--picture", "p.png", *CPU), "which only a GPU counts"),
     "a picture of no format": (("linear-loss", "--picture", "p.txt", *CPU), "allowed endings are .png"),
-    "ranks that nobody started": (("losses", "--tp", "2", *CPU), "torchrun --nproc-per-node 2 -m autosp.cli.main bench"),
+    "ranks that nobody started": (("losses", "--tp", "2", *CPU), "torchrun --nproc-per-node 2 -m autosp.cli.main"),
     "a peer over a group": (("losses", "--tp", "2", "--peer", "eager", *CPU), "--peer eager has no effect"),
     "an option": (("losses", "--shpae", "1x2"), "No such option: --shpae"),
 }
