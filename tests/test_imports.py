@@ -29,7 +29,11 @@ ALLOWED = {
     "dynamo_settings": {"errors"},
     "inputs": {"dynamo_settings", "mesh", "errors"},
     "agreement": {"errors", "mesh"},
-    "bench.": {"custom_ops", "errors"},  # measures the losses as a user calls them, so it needs nothing of the compiler
+    "bench.": {
+        "bench",
+        "custom_ops",
+        "errors",
+    },  # measures the losses as a user calls them, so it needs nothing of the compiler
     "mesh": {"agreement", "config", "dynamo_settings", "errors"},
     "layout.": {"errors", "layout", "location"},
     "passes.": {"custom_ops", "errors", "layout", "location"},

@@ -16,8 +16,11 @@ CHUNK_BYTES = 3 * GIB // 8
 """Chunk of logits of the fast way, beside what the weight's own gradient will take: the forward peaks at (fp32 weight
 gradient + chunk), the backward at (fp32 + final weight gradient), so a chunk of that size costs nothing at the peak."""
 MAX_CHUNK_BYTES = GIB
-CHUNK_BYTES_IN_PLACE = 15 * GIB // 32
-"""The same when the gradient goes straight into a ``main_grad``: nothing else hides the chunk."""
+CHUNK_BYTES_IN_PLACE = 504 << 20
+"""The same when the gradient goes straight into a ``main_grad``: nothing else hides the chunk. The chunk is nearly all
+of half a GiB, since every chunk reads and writes the whole fp32 weight gradient."""
+CHUNK_BYTES_IN_PLACE_GROUP = 15 * GIB // 32
+"""Over a group, where the hidden gradient of a chunk is held in fp32 beside it."""
 CHUNK_BYTES_PAIR = 2 * GIB
 """Chunk of both heads' logits of a divergence."""
 MAX_ROWS = 4096
@@ -30,10 +33,10 @@ def aligned(columns: int) -> int:
     return -(-columns // ALIGN) * ALIGN
 
 
-def chunk_budget(weight: torch.Tensor, needs_weight: bool, in_place: bool) -> int:
-    """Bytes of logits of the fast way at once."""
+def chunk_budget(weight: torch.Tensor, needs_weight: bool, in_place: bool, alone: bool) -> int:
+    """Bytes of logits of the fast way at once; ``alone``: the vocabulary is not shared."""
     if in_place:
-        return CHUNK_BYTES_IN_PLACE
+        return CHUNK_BYTES_IN_PLACE if alone else CHUNK_BYTES_IN_PLACE_GROUP
     hidden_by = weight.numel() * weight.element_size() if needs_weight else 0
     return min(MAX_CHUNK_BYTES, CHUNK_BYTES + hidden_by)
 
