@@ -42,6 +42,7 @@ class Work:
     fake_mode: Any
     fuse_linear_cross_entropy: str = "never"
     token_tiles: int = 1
+    linear_cross_entropy_memory: str = "auto"
     local_inputs: Sequence[Any] = ()
     specs: list[OutputSpec] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
@@ -74,7 +75,10 @@ def _peel_repeat_kv(work: Work) -> None:
 
 def _fuse_linear_cross_entropy(work: Work) -> None:
     work.graph = fuse_linear_cross_entropy_pass(
-        work.graph, mode=work.fuse_linear_cross_entropy, fake_mode=work.fake_mode
+        work.graph,
+        mode=work.fuse_linear_cross_entropy,
+        fake_mode=work.fake_mode,
+        memory=work.linear_cross_entropy_memory,
     )
 
 
@@ -135,6 +139,11 @@ PIPELINE: tuple[Pass, ...] = (
     _pass("localize", _localize, ["layouts"], ["local"], "the program of one rank, collectives included"),
     _pass("verify", _verify, ["local"], ["verified"], "what a wrong rule would break is checked before it runs"),
 )
+
+ALONE: tuple[Pass, ...] = tuple(
+    entry for entry in PIPELINE if entry.name in ("functionalize_inplace", "fuse_linear_cross_entropy")
+)
+"""What a rank without a sequence group runs: the tokens are whole, and only the LM head is fused into its loss."""
 
 
 def check_order(passes: Sequence[Pass], start: Sequence[str] = ("captured",)) -> None:
