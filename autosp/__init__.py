@@ -38,6 +38,15 @@ if TYPE_CHECKING:
         UnsupportedGraphError,
     )
     from autosp.inputs import prepare_autosp_inputs, prepare_batch
+    from autosp.layers import (
+        VocabParallelCausalLMLoss,
+        VocabParallelCrossEntropyLoss,
+        VocabParallelEmbedding,
+        VocabParallelLinear,
+        dense_state_dict,
+        shard_lm_head,
+        sharded_logits,
+    )
     from autosp.layout.call import Refusal, Strategy
     from autosp.layout.registry import register_rule
     from autosp.mesh import initialize
@@ -56,10 +65,17 @@ _HOME = {
     "Strategy": "autosp.layout.call",
     "TokenStats": "autosp.custom_ops.vocab_parallel",
     "UnsupportedGraphError": "autosp.errors",
+    "VocabParallelCausalLMLoss": "autosp.layers",
+    "VocabParallelCrossEntropyLoss": "autosp.layers",
+    "VocabParallelEmbedding": "autosp.layers",
+    "VocabParallelLinear": "autosp.layers",
+    "dense_state_dict": "autosp.layers",
     "initialize": "autosp.mesh",
     "prepare_autosp_inputs": "autosp.inputs",
     "prepare_batch": "autosp.inputs",
     "register_rule": "autosp.layout.registry",
+    "shard_lm_head": "autosp.layers",
+    "sharded_logits": "autosp.layers",
     "vocab_parallel_cross_entropy": "autosp.custom_ops.vocab_parallel",
     "vocab_parallel_entropy": "autosp.custom_ops.vocab_parallel",
     "vocab_parallel_jsd": "autosp.custom_ops.vocab_parallel",
@@ -87,10 +103,17 @@ __all__ = [
     "Strategy",
     "TokenStats",
     "UnsupportedGraphError",
+    "VocabParallelCausalLMLoss",
+    "VocabParallelCrossEntropyLoss",
+    "VocabParallelEmbedding",
+    "VocabParallelLinear",
+    "dense_state_dict",
     "initialize",
     "prepare_autosp_inputs",
     "prepare_batch",
     "register_rule",
+    "shard_lm_head",
+    "sharded_logits",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_entropy",
     "vocab_parallel_jsd",

@@ -22,12 +22,14 @@ from torch._guards import detect_fake_mode
 from . import mesh
 from .agreement import agree
 from .capture import capture_graph, fake_inputs
-from .custom_ops import collectives, fused_loss, loss  # noqa: F401
+from .custom_ops import collectives, fused_loss, loss, vocab_linear, vocab_parallel, vocab_softmax  # noqa: F401
 from .errors import ConfigError, RankMismatchError, UnsupportedGraphError
 from .inner import compile_local
-from .layout.axis import Axis
+from .layout.axis import SEQUENCE, VOCABULARY, Axis
 from .layout.registry import find_rule
 from .layout.rules.loss import register_fused_rules
+from .layout.rules.vocabulary import register_head_rules
+from .layout.rules.vocabulary_loss import register_vocabulary_rules
 from .mesh import AutoSPState
 from .passes.pipeline import ALONE, Work, run_pipeline
 from .runtime import Checked, LocalProgram, check_rows
@@ -36,6 +38,8 @@ from .sources import InputSources, find_sources
 
 log = logging.getLogger("autosp")
 register_fused_rules()
+register_head_rules()
+register_vocabulary_rules()
 
 _times: dict[str, float] = {}
 
@@ -66,7 +70,7 @@ def autosp_backend(
     if mode not in (None, "default"):
         raise ConfigError(f"mode={mode!r} has no effect under autosp; allowed: None and 'default' (see options=)")
     state = mesh.select(options)
-    if state is None or state.sp_size == 1:
+    if state is None or not _is_partitioned(gm, state):
         name = state.config.inner_backend if state is not None else _inner_option(options)
         return lookup_backend(name)(_fused_alone(gm, example_inputs, state), example_inputs)
     start = time.perf_counter()
@@ -91,7 +95,19 @@ def autosp_backend(
     _times.update((f"pass.{name}", seconds) for name, seconds in work.seconds.items())
     _report(work)
     checked = [Checked(index, key) for index, key in found.keys.items()] if state.config.verify == "inputs" else []
-    return LocalProgram(compiled, work.specs, work.axis, state, checked, state.config.outputs, found.sharded)
+    return LocalProgram(
+        compiled, work.specs, work.axis, state, checked, state.config.outputs, found.sharded,
+        vocabulary=work.vocabulary, vocabulary_specs=work.vocabulary_specs,
+    )  # fmt: skip
+
+
+def _is_partitioned(gm: fx.GraphModule, state: AutoSPState) -> bool:
+    return state.sp_size > 1 or (state.has_vocabulary_axis and _has_head(gm))
+
+
+def _has_head(gm: fx.GraphModule) -> bool:
+    """Whether the graph, or a body in it, computes the logits of a vocabulary-parallel head."""
+    return any("vocab_linear" in str(n.target) for m in gm.modules() if hasattr(m, "graph") for n in m.graph.nodes)
 
 
 def _inner_option(options: dict[str, Any] | None) -> str:
@@ -130,13 +146,17 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
             check_rows(value, state.sp_size)
     fake_mode = detect_fake_mode(example_inputs) or detect_fake_mode()
     axis = Axis(
-        name="sp",
+        name=SEQUENCE,
         size=state.sp_size,
         rank=state.sp_rank,
         group=state.sp_group,
         gradient_reduction=state.config.gradient_reduction,
         attention=state.config.attention,
     )
+    vocabulary = None
+    if state.has_vocabulary_axis:
+        tp = state.sizes["tp"], state.coordinates["tp"], state.group_names["tp"]
+        vocabulary = Axis(VOCABULARY, *tp)
     fakes = fake_inputs(example_inputs, fake_mode)
     found = find_sources(gm, fakes, axis)
     captured = capture_graph(gm, found.whole, fake_mode, lambda target: find_rule(target) is not None)
@@ -154,6 +174,8 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
         fuse_linear_cross_entropy=state.config.fuse_linear_cross_entropy,
         token_tiles=state.config.token_tiles,
         linear_cross_entropy_memory=state.config.linear_cross_entropy_memory,
+        vocabulary=vocabulary,
+        fuse_vocabulary_head=state.config.vocab_parallel_ce_backend == "fused_linear",
     )
     return run_pipeline(work), found
 
@@ -172,11 +194,36 @@ def _graph_text(gm: fx.GraphModule, example_inputs: Sequence[Any], has_shards: b
         return repr(
             [str(getattr(node.target, "__name__", node.target)) for node in gm.graph.nodes if node.op[:4] == "call"]
         ).encode()
+    rows = _vocabulary_rows(gm)
     shapes = [
-        (tuple(map(str, v.shape)), str(v.dtype)) if isinstance(v, torch.Tensor) else str(v) for v in example_inputs
+        (tuple(map(str, value.shape[node in rows :])), str(value.dtype))
+        if isinstance(value, torch.Tensor)
+        else str(value)
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     ]
-    text = re.sub(r"index=\d+|cuda:\d+", "", str(gm.graph))
+    # The last argument of a vocabulary layer is the name of its group, which a rank shares with some only.
+    lines = [
+        f"{node.name} = {node.target}{node.args[:-1]}" if _is_vocabulary_layer(node) else node.format_node()
+        for node in gm.graph.nodes
+    ]
+    text = re.sub(r"index=\d+|cuda:\d+", "", "\n".join(map(str, lines)))
     return f"{text}\n{shapes}".encode()
+
+
+def _is_vocabulary_layer(node: fx.Node) -> bool:
+    return node.op == "call_function" and str(node.target).startswith(("autosp.vocab_linear", "autosp.vocab_embedding"))
+
+
+def _vocabulary_rows(gm: fx.GraphModule) -> set[fx.Node]:
+    """Inputs that hold some rows of a vocabulary, weights and biases of its layers: shards may differ by some rows."""
+    found: set[fx.Node] = set()
+    for node in filter(_is_vocabulary_layer, gm.graph.nodes):
+        for source in node.args[1:3]:
+            while isinstance(source, fx.Node) and source.op != "placeholder" and source.args:
+                source = source.args[0]  # a cast of it
+            if isinstance(source, fx.Node):
+                found.add(source)
+    return found
 
 
 def _shapes(example_inputs: Sequence[Any], found: InputSources) -> str:
@@ -187,8 +234,9 @@ def _report(work: Work) -> None:
     if work.gathered:
         names = sorted({f"{item.operator} at {item.location}" for item in work.gathered})
         log.warning(
-            '%d operators ran on the whole sequence (unsupported: "gather"), which gathers %d tensors a step: %s',
+            '%d operators ran on the whole %s (unsupported: "gather"), which gathers %d tensors a step: %s',
             len(work.gathered),
+            " or ".join(axis.what for axis in (work.axis, work.vocabulary) if axis is not None and axis.size > 1),
             sum(len(item.sizes) for item in work.gathered),
             "; ".join(names),
         )

@@ -144,7 +144,8 @@ class AutoSPConfig(BaseModel):
     """Keep the LM head and its logits sharded over the vocabulary (DeepSpeed's key of the same name)."""
 
     vocab_parallel_ce_backend: Literal["torch", "liger", "fused_linear"] = "torch"
-    """The loss on vocabulary shards; "torch" and "liger" as in DeepSpeed, "fused_linear" never holds the logits."""
+    """The loss of a sharded head. "torch" and "liger" (DeepSpeed's words for it): from sharded logits, by autosp's own
+    operators either way; "fused_linear": from hidden states and head, so that the logits never exist."""
 
     vocab_parallel_embedding: bool = False
     """Shard a tied embedding together with the LM head; without it a tied head is refused."""
@@ -327,8 +328,10 @@ def _without_effect(config: AutoSPConfig) -> list[str]:
     found = []
     if config.sequence_parallel_size == 1:
         # inner_backend still compiles the plain model, whose LM head may be fused; the others shape what happens over a
-        # sequence group.
-        used = ("inner_backend", "fuse_linear_cross_entropy", "linear_cross_entropy_memory")
+        # sequence group, or over one that shares a vocabulary.
+        used = {"inner_backend", "fuse_linear_cross_entropy", "linear_cross_entropy_memory"}
+        if config.vocab_parallel_lm_head and config.tensor_parallel_size > 1:
+            used |= {"outputs", "unsupported", "verify", "verify_timeout"}
         names = [name for name in OPTION_NAMES if name in given and name not in used]
         if names:
             found.append(f"{', '.join(names)}: no effect, since sequence_parallel_size is 1")

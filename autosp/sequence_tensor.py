@@ -24,7 +24,7 @@ _KEEPING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class SequenceTensor(DTensor):
-    """A DTensor cut over the sequence axis; see the module's docstring."""
+    """A DTensor cut over the sequence axis, the vocabulary axis or both; see the module's docstring."""
 
     @staticmethod
     def __tensor_unflatten__(
@@ -55,39 +55,39 @@ def _whole(x: Any) -> Any:
     return local.new_empty(x.shape)
 
 
-def from_local(local: torch.Tensor, mesh: DeviceMesh, dim: int, shape: Sequence[int]) -> SequenceTensor:
+def from_local(local: torch.Tensor, mesh: DeviceMesh, dims: Sequence[int], shape: Sequence[int]) -> SequenceTensor:
     """The sharded tensor of whole ``shape`` whose part on this rank is ``local``; gradients flow back to ``local``.
 
     Args:
         local: this rank's rows, as ``torch.chunk`` cuts them.
-        mesh: one-dimensional mesh of the sequence group.
-        dim: the cut dimension.
+        mesh: mesh of the groups that share the tensor, the sequence group for one.
+        dims: for each dimension of the mesh, the tensor dimension that it cuts.
         shape: sizes of the whole tensor.
     """
-    result = _FromLocal.apply(local, mesh, dim, tuple(shape))
-    if local.shape[dim] > 1:
-        torch._dynamo.maybe_mark_dynamic(result, dim)
+    result = _FromLocal.apply(local, mesh, tuple(dims), tuple(shape))
+    for dim in dims:
+        if local.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(result, dim)
     return result
 
 
-def _wrap(local: torch.Tensor, mesh: DeviceMesh, dim: int, shape: Sequence[int]) -> SequenceTensor:
+def _wrap(local: torch.Tensor, mesh: DeviceMesh, dims: Sequence[int], shape: Sequence[int]) -> SequenceTensor:
     stride = torch.empty(shape, device="meta").stride()
-    plain = DTensor.from_local(
-        local, mesh, [ShardPlacement(dim)], run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    placements = [ShardPlacement(dim) for dim in dims]
+    plain = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     return SequenceTensor(plain._local_tensor, plain._spec, requires_grad=local.requires_grad)
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, mesh: DeviceMesh, dim: int, shape: tuple[int, ...]) -> Any:
-        ctx.mesh, ctx.dim = mesh, dim
-        return _wrap(local.detach().contiguous(), mesh, dim, shape)
+    def forward(ctx: Any, local: torch.Tensor, mesh: DeviceMesh, dims: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+        ctx.mesh, ctx.dims = mesh, dims
+        return _wrap(local.detach().contiguous(), mesh, dims, shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if isinstance(grad, DTensor):
-            grad = grad.redistribute(ctx.mesh, [ShardPlacement(ctx.dim)]).to_local()
+            grad = grad.redistribute(ctx.mesh, [ShardPlacement(dim) for dim in ctx.dims]).to_local()
         return grad, None, None, None
 
 
@@ -107,4 +107,4 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _wrap(grad.contiguous(), ctx.mesh, ctx.dim, ctx.shape)
+        return _wrap(grad.contiguous(), ctx.mesh, [ctx.dim], ctx.shape)

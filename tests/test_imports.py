@@ -34,7 +34,8 @@ ALLOWED = {
         "custom_ops",
         "errors",
     },  # measures the losses as a user calls them, so it needs nothing of the compiler
-    "mesh": {"agreement", "config", "dynamo_settings", "errors"},
+    "mesh": {"agreement", "config", "dynamo_settings", "errors", "layers"},
+    "layers.": {"custom_ops", "errors", "layers"},
     "layout.": {"errors", "layout", "location"},
     "passes.": {"custom_ops", "errors", "layout", "location"},
 }

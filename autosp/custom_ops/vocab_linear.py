@@ -1,9 +1,9 @@
 """A linear head, and an embedding, whose rows are sharded over a group, as single operators with whole results.
 
 Rank ``r`` of ``P`` holds the rows of ``torch.chunk``: those of ids ``[r * L, (r + 1) * L)`` with ``L = ceil(V / P)``,
-the last shards shorter or empty. Run as they are these operators give every rank the whole result, so that a graph which
-holds one is right whoever compiles it; the compiler keeps the logits of ``vocab_linear`` sharded wherever what follows
-allows it.
+the last shards shorter or empty. Run as they are these operators give every rank the whole result, so that a graph
+which holds one is right whoever compiles it; the compiler keeps the logits of ``vocab_linear`` sharded wherever what
+follows allows it.
 """
 
 from __future__ import annotations
@@ -64,20 +64,27 @@ def _padded(rows: Tensor, size: int, group: str) -> Tensor:
     return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])])
 
 
-def local_logits(x: Tensor, weight: Tensor, bias: Tensor | None, size: int, group: str) -> Tensor:
-    """This rank's columns ``[..., ceil(size / P)]`` of the logits; those past its rows are copies of its last one.
-
-    Differentiable; the gradient of ``x`` is summed over the group in fp32.
-    """
+def _local_logits(x: Tensor, weight: Tensor, bias: Tensor | None, size: int, group: str) -> Tensor:
     bias = None if bias is None else _padded(bias, size, group)
     return F.linear(enter_vocabulary(x, group), _padded(weight, size, group), bias)
 
 
 def _whole_logits(x: Tensor, weight: Tensor, bias: Tensor | None, size: int, group: str) -> Tensor:
-    local = local_logits(x, weight, bias, size, group)
+    local = _local_logits(x, weight, bias, size, group)
     return all_gather_sequence(local, local.dim() - 1, size, size, 0, 1, 1, False, group)
 
 
+vocab_logits = define(
+    "vocab_logits(Tensor x, Tensor weight, Tensor? bias, int size, str group) -> Tensor",
+    forward=_local_logits,
+    fake=lambda x, weight, bias, size, group: x.new_empty([*x.shape[:-1], -(-size // group_size(group))]),
+    autograd=_local_logits,
+)
+vocab_logits.__doc__ = """This rank's columns ``[..., ceil(size / P)]`` of what ``vocab_linear`` gives.
+
+Columns past its rows are copies of the last one. The gradient of ``x`` is summed over the group in fp32; those of
+``weight`` and ``bias`` are this rank's own.
+"""
 vocab_linear = define(
     "vocab_linear(Tensor x, Tensor weight, Tensor? bias, int size, str group) -> Tensor",
     forward=_whole_logits,

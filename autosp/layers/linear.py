@@ -137,9 +137,7 @@ class VocabParallelLinear(VocabShardedModule):
 
 def is_vocab_sharded(value: Any) -> bool:
     """Whether ``value`` is a DTensor whose last dimension is sharded over one group and nothing else is."""
-    return (
-        isinstance(value, DTensor) and len(value.placements) == 1 and value.placements[0] in _last_dimension(value)
-    )
+    return isinstance(value, DTensor) and len(value.placements) == 1 and value.placements[0] in _last_dimension(value)
 
 
 def _last_dimension(value: DTensor) -> tuple[Shard, Shard]:

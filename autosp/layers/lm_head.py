@@ -163,7 +163,9 @@ def _from_output_embeddings(model: nn.Module) -> list[str]:
 
 def _from_sizes(model: nn.Module) -> list[str]:
     sizes = _vocabulary_sizes(model)
-    return [name for name, module in model.named_modules() if type(module) is nn.Linear and module.out_features in sizes]
+    return [
+        name for name, module in model.named_modules() if type(module) is nn.Linear and module.out_features in sizes
+    ]
 
 
 def _vocabulary_sizes(model: nn.Module) -> set[int]:
