@@ -51,7 +51,7 @@ CASES: dict[str, Case] = {
     "logsumexp, kept": Case(lambda z: z - torch.logsumexp(z, 2, keepdim=True), [Z], "S2"),
     "logsumexp of all": Case(lambda z: torch.logsumexp(z, (1, 2)), [Z], "refuse: another dimension together"),
     "gather": Case(lambda z, i: z.gather(-1, i), [Z, TOP], "P"),
-    "log-probability": Case(lambda z, i: torch.log_softmax(z, -1).gather(-1, i[..., None])[..., 0], [Z, IDS], "P"),
+    "log-probability": Case(lambda z, i: torch.log_softmax(z, -1).gather(-1, i[..., None])[..., 0], [Z, IDS], "R"),
     "argmax": Case(lambda z: z.argmax(-1), [Z], "R"),
     "argmax, kept": Case(lambda z: z.argmax(2, keepdim=True), [Z], "R"),
     "argmax of ties": Case(lambda z: (z * 0).argmax(-1), [Z], "R"),
@@ -61,7 +61,7 @@ CASES: dict[str, Case] = {
     "amax": Case(lambda z: z.amax(-1), [Z], "R"),
     "top 3": Case(lambda z: z.topk(3, dim=-1), [Z], "R"),
     "smallest 3": Case(lambda z: z.topk(3, dim=-1, largest=False), [Z], "refuse: smallest columns"),
-    "sum and mean": Case(lambda z: z.exp().sum(-1) + z.mean(-1), [Z], "R"),
+    "sum and mean": Case(lambda z: torch.tanh(z).sum(-1) + z.mean(-1), [Z], "R"),
     "entropy": Case(entropy, [Z], "R"),
     "entropy of logits": Case(lambda z: torch.logsumexp(z, -1) - (torch.softmax(z, -1) * z).sum(-1), [Z], "R"),
     "kl of a whole teacher": Case(
