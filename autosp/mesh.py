@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autosp.agreement import agree
 from autosp.config import AutoSPConfig
 from autosp.dynamo_settings import ignore_transformers_warnings
-from autosp.errors import ConfigError, InputError
+from autosp.errors import ConfigError, InputError, RankMismatchError
 
 __all__ = ["AXES", "AutoSPState", "agree", "current", "initialize", "reset", "select", "use"]
 
@@ -126,6 +126,8 @@ def initialize(
     _start_process_group(device_type)
     state = _build(config, device_type) if dist.is_initialized() else _alone(config, device_type)
     if model is not None:
+        if state.has_vocabulary_axis:
+            _check_head(state, model)
         _check_model(state, model)
     if state.has_vocabulary_axis:
         _shard_head(state, model)
@@ -272,6 +274,18 @@ def _alone(config: AutoSPConfig, device_type: str) -> AutoSPState:
         check_ranks=(0,),
         check_group=None,
     )
+
+
+def _check_head(state: AutoSPState, model: torch.nn.Module) -> None:
+    from autosp.layers.lm_head import plan_lm_head
+
+    try:
+        plan_lm_head(model, embedding=state.config.vocab_parallel_embedding)
+    except InputError:
+        # The others must not wait for a rank that refuses what they accept; this rank's own error tells more.
+        with contextlib.suppress(RankMismatchError):
+            agree(state, "refused", b"")
+        raise
 
 
 def _shard_head(state: AutoSPState, model: torch.nn.Module | None) -> None:

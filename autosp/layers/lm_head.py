@@ -62,7 +62,7 @@ def shard_lm_head(
     elif embedding:
         warnings.warn("vocab_parallel_embedding has no effect: the LM head is not tied to an embedding", stacklevel=3)
     _put(model, plan.name, new)
-    _install_loss(model)
+    _install_loss(model, new.deferred)
     model.register_forward_hook(_finish_outputs, with_kwargs=True)
     return plan
 
@@ -197,7 +197,7 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def _install_loss(model: Any) -> None:
+def _install_loss(model: Any, fused: bool) -> None:
     """Wrap the ``loss_function`` of a transformers model; other models call a loss module of ours themselves."""
     if not isinstance(getattr(type(model), "loss_function", None), property):
         return
@@ -205,7 +205,7 @@ def _install_loss(model: Any) -> None:
 
     original = model.loss_function
     shifts = {loss_utils.ForCausalLMLoss: True, loss_utils.ForMaskedLMLoss: False}.get(original)
-    model.loss_function = HeadLoss(original, shifts)
+    model.loss_function = HeadLoss(original, shifts, fused)
 
 
 def _finish_outputs(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

@@ -19,6 +19,10 @@ from .partition import VocabGroup
 
 IGNORE_INDEX = -100
 REDUCTIONS = ("mean", "sum", "none")
+_LOGITS_EXIST = (
+    "vocab_parallel_ce_backend is 'fused_linear', but the model computes with its logits before the loss, so that they "
+    "exist: set it to 'torch', or compile the model"
+)
 
 
 class VocabParallelCrossEntropyLoss(nn.Module):
@@ -162,10 +166,11 @@ class HeadLoss:
     Args:
         original: the model's own loss function.
         shifts: whether it shifts the labels (causal) or not (masked); None: it is one that autosp does not know.
+        fused: whether the logits are not to exist.
     """
 
-    def __init__(self, original: Callable[..., torch.Tensor], shifts: bool | None) -> None:
-        self.original, self.shifts = original, shifts
+    def __init__(self, original: Callable[..., torch.Tensor], shifts: bool | None, fused: bool = False) -> None:
+        self.original, self.shifts, self.fused = original, shifts, fused
 
     def __call__(self, logits: Any, labels: Any = None, vocab_size: Any = None, *args: Any, **kwargs: Any) -> Any:
         deferred = isinstance(logits, DeferredLogits)
@@ -193,6 +198,8 @@ class HeadLoss:
         reduction = "mean" if num_items_in_batch is None else "sum"
         if isinstance(logits, DeferredLogits):
             loss = fused_loss(logits, target, ignore_index, reduction)
+        elif self.fused:
+            raise InputError(_LOGITS_EXIST)
         else:
             columns, group, start, end = local_part(logits)
             rows = columns.reshape(-1, columns.shape[-1])
@@ -209,10 +216,7 @@ def fused_loss(logits: DeferredLogits, target: torch.Tensor, ignore_index: int, 
     """
     form = logits.fused_form()
     if form is None:
-        raise InputError(
-            "vocab_parallel_ce_backend is 'fused_linear', but the model computes with its logits before the loss, so "
-            "that they exist: set it to 'torch', or compile the model"
-        )
+        raise InputError(_LOGITS_EXIST)
     head, (softcap, temperature) = logits.head, form
     hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
     weight, bias = head.weight, head.bias
