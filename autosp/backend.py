@@ -71,6 +71,7 @@ def autosp_backend(
         return lookup_backend(name)(_fused_alone(gm, example_inputs, state), example_inputs)
     start = time.perf_counter()
     try:
+        _refuse_split_by_ddp(gm)
         work, found = _partition(gm, example_inputs, state)
         payload = {
             "graph": _graph_text(gm, example_inputs, bool(found.sharded)),
@@ -92,6 +93,18 @@ def autosp_backend(
     _report(work)
     checked = [Checked(index, key) for index, key in found.keys.items()] if state.config.verify == "inputs" else []
     return LocalProgram(compiled, work.specs, work.axis, state, checked, state.config.outputs, found.sharded)
+
+
+def _refuse_split_by_ddp(gm: fx.GraphModule) -> None:
+    reason = getattr(getattr(gm, "compile_subgraph_reason", None), "reason", "")
+    if "DDPOptimizer" in reason:
+        raise UnsupportedGraphError(
+            "torch._dynamo.config.optimize_ddp cut the graph at the gradient buckets of DistributedDataParallel, and "
+            "what flows between the parts has lost how it is sharded",
+            operator="autosp",
+            remedy="set torch._dynamo.config.optimize_ddp = False before the first step (autosp.initialize does so; "
+            "something has turned it on again)",
+        )
 
 
 def _inner_option(options: dict[str, Any] | None) -> str:
