@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import parity
 import torch
 import toys
 
@@ -34,17 +33,25 @@ class Run:
         for found, norm in zip(self.norms, expected.norms, strict=bool(self.norms)):
             assert abs(found - norm) <= rtol * norm, (self.norms, expected.norms)
         check_tensors(self.gradients, expected.gradients, rtol, "gradients")
-        # The later steps' gradients are taken where rounding of the first step has led.
-        check_tensors(self.moved, expected.moved, 10 * rtol, "moved")
+        # The later steps' gradients are taken where rounding of the first step has led, and the difference of two
+        # weights is exact to a rounding step of the weights only.
+        check_tensors(self.moved, expected.moved, 10 * rtol, "moved", noise=2.0**-22 * LARGEST_WEIGHT)
 
 
-def check_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float, kind: str) -> None:
+# Of the toys and of the zoo, whose layer norms start at one.
+LARGEST_WEIGHT = 4.0
+
+
+def check_tensors(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float, kind: str, noise: float = 0.0
+) -> None:
     assert set(found) == set(expected), (kind, set(found) ^ set(expected))
     # Some gradients are zero but for rounding (a key bias under softmax).
     floor = 1e-3 * max(value.abs().max().item() for value in expected.values())
     for name, value in expected.items():
-        difference = parity.error(found[name].float(), value.float(), floor)
-        assert difference <= rtol, (kind, name, difference)
+        difference = (found[name].float() - value.float()).abs().max().item()
+        allowed = rtol * max(value.abs().max().item(), floor) + noise
+        assert difference <= allowed, (kind, name, difference, allowed)
 
 
 def batch_of(step: int, micro: int, replica: int, length: int = 17) -> Batch:
@@ -93,8 +100,14 @@ def script_of(page: str) -> str:
 
 
 def run_script(rank_info: Any, path: str) -> dict[str, Any]:
-    """Body of a rank: run a script as ``python path`` would, and give its plain results."""
+    """Body of a rank: run a script as ``python path`` would in its own folder, and give its plain results."""
+    import os
     import runpy
 
-    found = runpy.run_path(path, run_name="__main__")
+    before = os.getcwd()
+    os.chdir(Path(path).parent)
+    try:
+        found = runpy.run_path(path, run_name="__main__")
+    finally:
+        os.chdir(before)
     return {name: value for name, value in found.items() if isinstance(value, (int, float, list)) and name[0] != "_"}
