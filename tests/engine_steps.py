@@ -103,7 +103,10 @@ def run_script(rank_info: Any, path: str) -> dict[str, Any]:
     """Body of a rank: run a script as ``python path`` would in its own folder, and give its plain results."""
     import os
     import runpy
+    import sys
 
+    if "accelerate" in sys.modules:  # its state outlives the process group of an earlier call
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
     before = os.getcwd()
     os.chdir(Path(path).parent)
     try:
@@ -111,3 +114,10 @@ def run_script(rank_info: Any, path: str) -> dict[str, Any]:
     finally:
         os.chdir(before)
     return {name: value for name, value in found.items() if isinstance(value, (int, float, list)) and name[0] != "_"}
+
+
+def json_of(page: str) -> str:
+    """The JSON of a page in docs/integrations."""
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    (found,) = re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)
+    return found

@@ -14,11 +14,11 @@ from autosp.mesh import AutoSPState
 FITS_A_MEAN_OVER_THE_WORLD = ("engine_mean", "graph")
 
 
-def find_state(state: AutoSPState | None, engine: str) -> AutoSPState:
+def find_state(state: AutoSPState | None, engine: str, *, alone: bool = False) -> AutoSPState:
     """`state`, or the one of the latest `autosp.initialize`, if an engine over all ranks of the world fits it.
 
     Raises:
-        InputError: there is none, it is no state, or its process group is not there.
+        InputError: there is none, it is no state, or its process group is not there (which `alone` allows).
         ConfigError: the mesh splits the vocabulary, so that the ranks of the world do not hold the same parameters.
     """
     found = mesh.current() if state is None else state
@@ -26,7 +26,7 @@ def find_state(state: AutoSPState | None, engine: str) -> AutoSPState:
         raise InputError(f"{engine}: call autosp.initialize(config) first, it builds the mesh of the ranks")
     if not isinstance(found, AutoSPState):
         raise InputError(f"{engine}: state is a {type(found).__name__}; give what autosp.initialize returns")
-    if found.mesh is None:
+    if found.mesh is None and not alone:
         raise InputError(
             f"{engine}: there is no process group; start the script with torchrun, or call init_process_group before "
             "autosp.initialize"

@@ -143,7 +143,7 @@ def _compile_parts(
         # The loss of transformers models, a function that their forward calls.
         function = getattr(module, "loss_function", None)
         if callable(function) and isinstance(getattr(type(module), "loss_function", None), property):
-            module.loss_function = _Loss(function, compile_once(function))
+            setattr(module, "loss_function", _Loss(function, compile_once(function)))  # noqa: B010 - a property
 
 
 def _around(module: torch.nn.Module, units: set[torch.nn.Module]) -> list[torch.nn.Module]:
