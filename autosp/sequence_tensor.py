@@ -42,8 +42,13 @@ class SequenceTensor(DTensor):
     ) -> Any:
         flat, spec = tree_flatten((tuple(args), dict(kwargs or {})))
         if not any(isinstance(x, SequenceTensor) and isinstance(x._local_tensor, FakeTensor) for x in flat):
-            _refuse_plain_operands(func, flat)
-            return tree_map(_still_cut, super().__torch_dispatch__(func, types, args, kwargs))
+            try:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" in str(error):
+                    raise InputError(_mixed(func, flat)) from error
+                raise
+            return tree_map(_still_cut, result)
         if func in _KEEPING:
             local = func(args[0]._local_tensor, *args[1:], **(kwargs or {}))
             return SequenceTensor(local, args[0]._spec, requires_grad=False)
@@ -55,15 +60,14 @@ class SequenceTensor(DTensor):
         return func(*whole_args, **whole_kwargs)
 
 
-def _refuse_plain_operands(func: Any, operands: Sequence[Any]) -> None:
-    """An operator outside any graph that mixes a sharded value with whole tensors, such as a layer's weights."""
-    plain = [x for x in operands if isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and x.dim()]
-    if plain:
-        raise InputError(
-            f"{func} outside the compiled model takes a value that is sharded over the sequence and a whole tensor of "
-            f"shape {tuple(plain[0].shape)}. Compile that part of the model with backend='autosp' too (compile the "
-            "whole model, or its outermost module as well as its layers), or gather the value with .full_tensor()"
-        )
+def _mixed(func: Any, operands: Sequence[Any]) -> str:
+    """What to say of an operator outside any graph that mixes a sharded value with whole ones, a layer's weights say."""
+    shapes = [tuple(x.shape) for x in operands if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
+    return (
+        f"{func} outside the compiled model takes a value that is sharded over the sequence and whole tensors of shape "
+        f"{', '.join(map(str, shapes))}. Compile that part of the model with backend='autosp' too (compile the whole "
+        "model, or its outermost module as well as its layers), or gather the value with .full_tensor()"
+    )
 
 
 def _is_own_shape(x: torch.Tensor, sizes: Sequence[Any]) -> bool:
@@ -74,7 +78,7 @@ def _still_cut(x: Any) -> Any:
     """A result that is cut over the sequence may enter the next graph too (an engine's hook may cast or alias it)."""
     if not isinstance(x, DTensor) or isinstance(x, SequenceTensor):
         return x
-    if len(x.placements) != 1 or not isinstance(x.placements[0], ShardPlacement):
+    if len(x.placements) != 1 or type(x.placements[0]) is not ShardPlacement:  # a strided shard is another cut
         return x
     return SequenceTensor(x._local_tensor, x._spec, requires_grad=x.requires_grad)
 

@@ -102,7 +102,9 @@ def _add_tagged(found: InputSources, index: int, value: torch.Tensor, key: str, 
 def _add_dtensor(found: InputSources, index: int, value: DTensor, axis: Axis) -> None:
     """What an earlier graph returned sharded: whole for the inference, local rows for the program of a rank."""
     placement = value.placements[0]
-    if len(value.placements) != 1 or not isinstance(placement, ShardPlacement) or value.device_mesh.size() != axis.size:
+    # A strided shard is a subclass, and another cut.
+    plain = len(value.placements) == 1 and type(placement) is ShardPlacement
+    if not plain or value.device_mesh.size() != axis.size:
         raise UnsupportedGraphError(
             f"an input is a DTensor with placements {value.placements} over a mesh of {value.device_mesh.size()}",
             operator="autosp",
