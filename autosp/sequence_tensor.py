@@ -61,7 +61,7 @@ class SequenceTensor(DTensor):
 
 
 def _mixed(func: Any, operands: Sequence[Any]) -> str:
-    """What to say of an operator outside any graph that mixes a sharded value with whole ones, a layer's weights say."""
+    """What to say of an operator outside any graph that mixes a sharded value with whole ones."""
     shapes = [tuple(x.shape) for x in operands if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
     return (
         f"{func} outside the compiled model takes a value that is sharded over the sequence and whole tensors of shape "

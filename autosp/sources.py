@@ -103,8 +103,8 @@ def _add_dtensor(found: InputSources, index: int, value: DTensor, axis: Axis) ->
     """What an earlier graph returned sharded: whole for the inference, local rows for the program of a rank."""
     placement = value.placements[0]
     # A strided shard is a subclass, and another cut.
-    plain = len(value.placements) == 1 and type(placement) is ShardPlacement
-    if not plain or value.device_mesh.size() != axis.size:
+    one = len(value.placements) == 1 and value.device_mesh.size() == axis.size
+    if not one or not isinstance(placement, ShardPlacement) or type(placement) is not ShardPlacement:
         raise UnsupportedGraphError(
             f"an input is a DTensor with placements {value.placements} over a mesh of {value.device_mesh.size()}",
             operator="autosp",
