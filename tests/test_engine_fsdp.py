@@ -144,13 +144,13 @@ def test_mixed_precision(ranks: RankPool, layered: bool) -> None:
 
 
 def saved(rank_info: RankInfo, folder: str, load: bool) -> list[float]:
-    """Two steps of AdamW; with `load`, the second after loading what was saved after the first."""
+    """Two steps of SGD with momentum; with `load`, the second after loading what was saved after the first."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     state = autosp.initialize(SP2)
     model = sharded("toy", toys.build(seed=int(load)), False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(2):
         weights, moments = get_state_dict(model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,7 @@ def run(ranks: RankPool, folder: Path, text: str, world_size: int) -> list[dict[
     folder.mkdir()
     script = folder / "train_trainer.py"
     script.write_text(text)
-    return ranks.run(
-        engine_steps.run_script, str(script), world_size=world_size, process_group=world_size == 1, timeout=300
-    )
+    return ranks.run(engine_steps.run_script, str(script), world_size=world_size, process_group=False, timeout=300)
 
 
 def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -74,7 +73,10 @@ def refused(rank_info: RankInfo) -> dict[str, str]:
     record("no state", trainer)
     autosp.initialize(SP2)
     record("smoothing", lambda: trainer(label_smoothing_factor=0.1))
-    record("compile", lambda: trainer(torch_compile=True))
+    before = dict(os.environ)
+    record("compile", lambda: trainer(torch_compile=True))  # leaves settings in the environment
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
     record("compiled", lambda: trainer(torch.compile(zoo.build("llama", num_hidden_layers=1))))
     configuration = accelerate.DataLoaderConfiguration(dispatch_batches=True)
     record("dispatch", lambda: SequenceParallelAccelerator(cpu=True, dataloader_config=configuration))
