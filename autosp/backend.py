@@ -75,6 +75,7 @@ def autosp_backend(
         return lookup_backend(name)(_fused_alone(gm, example_inputs, state), example_inputs)
     start = time.perf_counter()
     try:
+        _refuse_split_by_ddp(gm)
         work, found = _partition(gm, example_inputs, state)
         payload = {
             "graph": _graph_text(gm, example_inputs, bool(found.sharded)),
@@ -108,6 +109,18 @@ def _is_partitioned(gm: fx.GraphModule, state: AutoSPState) -> bool:
 def _has_head(gm: fx.GraphModule) -> bool:
     """Whether the graph, or a body in it, computes the logits of a vocabulary-parallel head."""
     return any("vocab_linear" in str(n.target) for m in gm.modules() if hasattr(m, "graph") for n in m.graph.nodes)
+
+
+def _refuse_split_by_ddp(gm: fx.GraphModule) -> None:
+    reason = getattr(getattr(gm, "compile_subgraph_reason", None), "reason", "")
+    if "DDPOptimizer" in reason:
+        raise UnsupportedGraphError(
+            "torch._dynamo.config.optimize_ddp cut the graph at the gradient buckets of DistributedDataParallel, and "
+            "what flows between the parts has lost how it is sharded",
+            operator="autosp",
+            remedy="set torch._dynamo.config.optimize_ddp = False before the first step (autosp.initialize does so; "
+            "something has turned it on again)",
+        )
 
 
 def _inner_option(options: dict[str, Any] | None) -> str:

@@ -172,7 +172,7 @@ class AutoSPConfig(BaseModel):
             ConfigError: the file cannot be read; an unknown key or value in our section; sizes that contradict each
                 other or do not cover the world.
         """
-        tree = _load(source)
+        tree = read_json(source)
         settings = _read_options(tree)
         settings.update(_read_compile(tree))
         settings.update(_read_tensor_parallel(tree))
@@ -211,7 +211,12 @@ class AutoSPConfig(BaseModel):
         return self.deepcompile and "autosp" in (self.compile_passes or ())
 
 
-def _load(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+def read_json(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a JSON file holds, duplicate keys refused; a mapping as it is.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no JSON object.
+    """
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, (str, os.PathLike)):

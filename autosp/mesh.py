@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autosp.agreement import agree
 from autosp.config import AutoSPConfig
-from autosp.dynamo_settings import ignore_transformers_warnings
+from autosp.dynamo_settings import ignore_transformers_warnings, keep_graphs_whole_under_ddp
 from autosp.errors import ConfigError, InputError, RankMismatchError
 
 __all__ = ["AXES", "AutoSPState", "agree", "current", "initialize", "reset", "select", "use"]
@@ -125,6 +125,8 @@ def initialize(
     device_type = _device_type(device_type)
     _start_process_group(device_type)
     state = _build(config, device_type) if dist.is_initialized() else _alone(config, device_type)
+    if state.sp_size > 1:
+        keep_graphs_whole_under_ddp()
     if model is not None:
         if state.has_vocabulary_axis:
             _check_head(state, model)

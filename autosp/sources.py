@@ -103,7 +103,8 @@ def _add_dtensor(found: InputSources, index: int, value: DTensor, axis: Axis) ->
     """What an earlier graph returned sharded: whole for the inference, local rows for the program of a rank."""
     placement = value.placements[0]
     is_ours = len(value.placements) == 1 and value.device_mesh.get_group().group_name == axis.group
-    if not is_ours or not isinstance(placement, ShardPlacement):
+    # A strided shard is a subclass, and another cut.
+    if not is_ours or not isinstance(placement, ShardPlacement) or type(placement) is not ShardPlacement:
         raise UnsupportedGraphError(
             f"an input is a DTensor with placements {value.placements} over {value.device_mesh}",
             operator="autosp",
