@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autosp.checking import CheckResult, check
     from autosp.config import AutoSPConfig
     from autosp.custom_ops.linear_loss import (
         LinearTokenStats,
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AutoSPConfig": "autosp.config",
     "AutoSPError": "autosp.errors",
+    "CheckResult": "autosp.checking",
     "ConfigError": "autosp.errors",
     "InputError": "autosp.errors",
     "InternalError": "autosp.errors",
@@ -56,6 +58,7 @@ _HOME = {
     "Strategy": "autosp.layout.call",
     "TokenStats": "autosp.custom_ops.vocab_parallel",
     "UnsupportedGraphError": "autosp.errors",
+    "check": "autosp.checking",
     "initialize": "autosp.mesh",
     "prepare_autosp_inputs": "autosp.inputs",
     "prepare_batch": "autosp.inputs",
@@ -78,6 +81,7 @@ _HOME = {
 __all__ = [
     "AutoSPConfig",
     "AutoSPError",
+    "CheckResult",
     "ConfigError",
     "InputError",
     "InternalError",
@@ -87,6 +91,7 @@ __all__ = [
     "Strategy",
     "TokenStats",
     "UnsupportedGraphError",
+    "check",
     "initialize",
     "prepare_autosp_inputs",
     "prepare_batch",

@@ -23,13 +23,24 @@ from . import mesh
 from .agreement import agree
 from .capture import capture_graph, fake_inputs
 from .custom_ops import collectives, fused_loss, loss  # noqa: F401
-from .errors import ConfigError, RankMismatchError
-from .inner import compile_local
+    return compile_for_rank(gm, example_inputs, state, options=options)
+
+
+def compile_for_rank(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    state: AutoSPState | None,
+    *,
+    options: dict[str, Any] | None = None,
+    compiler: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """`autosp_backend` for a state that is known; ``compiler`` takes Inductor's place, to look at what it is given."""
 from .layout.axis import Axis
 from .layout.registry import find_rule
 from .layout.rules.loss import register_fused_rules
 from .mesh import AutoSPState
 from .passes.pipeline import Work, run_pipeline
+from .report.hook import observe_pass, observe_program, observe_refusal
 from .runtime import Checked, LocalProgram, check_rows
 from .sequence_tensor import SequenceTensor
 from .sources import InputSources, find_sources
@@ -64,9 +75,23 @@ def autosp_backend(
     if mode not in (None, "default"):
         raise ConfigError(f"mode={mode!r} has no effect under autosp; allowed: None and 'default' (see options=)")
     state = mesh.select(options)
+<<<<<<< HEAD
+=======
+    inner_backend = lookup_backend(state.config.inner_backend if state is not None else _inner_option(options))
+    return compile_for_rank(gm, example_inputs, state, inner_backend)
+
+
+def compile_for_rank(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    state: AutoSPState | None,
+    inner_backend: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """`autosp_backend` with any inner backend, for code that looks at what the inner backend is given."""
+>>>>>>> 0f2d30a (WIP: check, explain, env; the report's hook)
     if state is None or state.sp_size == 1:
         name = state.config.inner_backend if state is not None else _inner_option(options)
-        return lookup_backend(name)(gm, example_inputs)
+        return (compiler or lookup_backend(name))(gm, example_inputs)
     start = time.perf_counter()
     try:
         work, found = _partition(gm, example_inputs, state)
@@ -81,7 +106,7 @@ def autosp_backend(
         raise
     agree(state, "compile", payload, detail=_shapes(example_inputs, found))
     own = time.perf_counter() - start
-    compiled = compile_local(work.graph, _local_examples(example_inputs, found, work.axis), state.config)
+    compiled = compile_local(work.graph, _local_examples(example_inputs, found, work.axis), state.config, compiler)
     _times.update(
         autosp_s=own, total_s=time.perf_counter() - start, **{f"pass.{k}": v for k, v in work.seconds.items()}
     )
@@ -123,7 +148,13 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
         fake_mode=fake_mode,
         fuse_linear_cross_entropy=state.config.fuse_linear_cross_entropy,
     )
-    return run_pipeline(work), found
+    try:
+        run_pipeline(work, observe=observe_pass)
+    except UnsupportedGraphError as error:
+        observe_refusal(error, work)
+        raise
+    observe_program(work)
+    return work, found
 
 
 def _local_examples(example_inputs: Sequence[Any], found: InputSources, axis: Axis) -> list[Any]:

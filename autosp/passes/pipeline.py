@@ -45,6 +45,8 @@ class Work:
     collectives: list[str] = field(default_factory=list)
     gathered: list[Gathered] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    annotated: fx.GraphModule | None = None
+    """The whole program with its layouts, which ``localize`` turns into the program of one rank."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def _move_slices_up(work: Work) -> None:
 
 
 def _localize(work: Work) -> None:
+    work.annotated = work.graph
     work.graph, work.specs = localize_graph(
         work.graph,
         work.local_inputs,
@@ -140,12 +143,19 @@ def check_order(passes: Sequence[Pass], start: Sequence[str] = ("captured",)) ->
         have |= entry.ensures
 
 
-def run_pipeline(work: Work, passes: Sequence[Pass] = PIPELINE) -> Work:
-    """Run the passes in order on ``work``; each one's seconds are kept."""
+def run_pipeline(
+    work: Work, passes: Sequence[Pass] = PIPELINE, observe: Callable[[str, Work], None] = lambda name, work: None
+) -> Work:
+    """Run the passes in order on ``work``; each one's seconds are kept.
+
+    ``observe`` is told "captured" before the first pass and the name of each pass after it; it must not change a thing.
+    """
     check_order(passes)
+    observe("captured", work)
     for entry in passes:
         start = time.perf_counter()
         entry.run(work)
         work.graph.graph.lint()
         work.seconds[entry.name] = time.perf_counter() - start
+        observe(entry.name, work)
     return work
