@@ -23,18 +23,8 @@ from . import mesh
 from .agreement import agree
 from .capture import capture_graph, fake_inputs
 from .custom_ops import collectives, fused_loss, loss  # noqa: F401
-    return compile_for_rank(gm, example_inputs, state, options=options)
-
-
-def compile_for_rank(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    state: AutoSPState | None,
-    *,
-    options: dict[str, Any] | None = None,
-    compiler: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
-    """`autosp_backend` for a state that is known; ``compiler`` takes Inductor's place, to look at what it is given."""
+from .errors import ConfigError, RankMismatchError, UnsupportedGraphError
+from .inner import compile_local
 from .layout.axis import Axis
 from .layout.registry import find_rule
 from .layout.rules.loss import register_fused_rules
@@ -74,21 +64,18 @@ def autosp_backend(
     """
     if mode not in (None, "default"):
         raise ConfigError(f"mode={mode!r} has no effect under autosp; allowed: None and 'default' (see options=)")
-    state = mesh.select(options)
-<<<<<<< HEAD
-=======
-    inner_backend = lookup_backend(state.config.inner_backend if state is not None else _inner_option(options))
-    return compile_for_rank(gm, example_inputs, state, inner_backend)
+    return compile_for_rank(gm, example_inputs, mesh.select(options), options=options)
 
 
 def compile_for_rank(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     state: AutoSPState | None,
-    inner_backend: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    *,
+    options: dict[str, Any] | None = None,
+    compiler: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """`autosp_backend` with any inner backend, for code that looks at what the inner backend is given."""
->>>>>>> 0f2d30a (WIP: check, explain, env; the report's hook)
+    """`autosp_backend` for a state that is known; ``compiler`` takes Inductor's place, to look at what it is given."""
     if state is None or state.sp_size == 1:
         name = state.config.inner_backend if state is not None else _inner_option(options)
         return (compiler or lookup_backend(name))(gm, example_inputs)

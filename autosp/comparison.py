@@ -102,7 +102,9 @@ def _floor(gradients: Mapping[str, torch.Tensor]) -> float:
     devices = ("cpu", "cuda")
     casts = [torch.finfo(torch.get_autocast_dtype(d)).eps for d in devices if torch.is_autocast_enabled(d)]
     step = {g.dtype: max([1e-3, torch.finfo(g.dtype).eps, *casts]) for g in gradients.values()}
-    return max((step[g.dtype] * g.abs().nan_to_num().max().item() for g in gradients.values() if g.numel()), default=0.0)
+    return max(
+        (step[g.dtype] * g.abs().nan_to_num().max().item() for g in gradients.values() if g.numel()), default=0.0
+    )
 
 
 def _logits(out: Any) -> torch.Tensor | None:

@@ -34,13 +34,13 @@ def compile_local(
             ``overlap_communication`` are read.
         compiler: takes the place of the inner backend, called as Inductor is where that is the inner backend.
     """
-    compiler = compiler or lookup_backend(config.inner_backend)
+    run: Callable[..., Any] = compiler or lookup_backend(config.inner_backend)
     if config.activation_memory_budget < 1:
         keep_attention(graph)
     with _partitioner_settings(config):
         if config.inner_backend != "inductor":
-            return compiler(graph, examples)
-        return compiler(graph, examples, config_patches=_inductor_settings(config))
+            return run(graph, examples)
+        return run(graph, examples, config_patches=_inductor_settings(config))
 
 
 def keep_attention(graph: fx.GraphModule) -> None:

@@ -45,7 +45,9 @@ class CheckSettings:
 def check(
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=False)] = None,
     lengths: Annotated[str, typer.Option(help="Tokens, comma-separated; an even and an uneven one.")] = "32,33",
-    labels: Annotated[list[str] | None, typer.Option(help=f"{', '.join(LABELS)}; may be repeated. Default: all.")] = None,
+    labels: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(LABELS)}; may be repeated. Default: all.")
+    ] = None,
     masks: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MASKS)}; may be repeated. Default: all.")] = None,
     config: Annotated[
         str | None, typer.Option(help="DeepSpeed-style JSON of your own mesh, checked after sp 2.")
@@ -134,9 +136,7 @@ def _run(settings: CheckSettings, nproc: int, json_output: bool) -> int:
         if json_output:
             os.environ["AUTOSP_QUIET"] = "1"
         try:
-            failures, number = launch.run_ranks(
-                "autosp.cli.check_rank", str(file), nproc=nproc, debug=settings.debug
-            )
+            failures, number = launch.run_ranks("autosp.cli.check_rank", str(file), nproc=nproc, debug=settings.debug)
         finally:
             os.environ.pop("AUTOSP_QUIET", None)
         if number is not None:

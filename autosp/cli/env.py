@@ -16,7 +16,14 @@ import typer
 # What autosp stands on, then peers and engines that some command can use where they are there.
 _PACKAGES = ("autosp", "torch", "transformers", "accelerate", "triton", "pydantic", "rich", "typer", "numpy")
 _OPTIONAL = ("deepspeed", "peft", "liger_kernel", "cut_cross_entropy", "matplotlib", "gguf")
-_SETTINGS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "TORCH_LOGS", "TORCH_TRACE", "TORCHDYNAMO_DISABLE")
+_SETTINGS = (
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_DEBUG",
+    "TORCH_LOGS",
+    "TORCH_TRACE",
+    "TORCHDYNAMO_DISABLE",
+)
 
 
 def env(
@@ -119,7 +126,9 @@ def _triton(cuda: bool, no_gpu: str) -> str:
 
 
 def _compiler() -> str | None:
-    return next((path for name in ("g++", "clang++", os.environ.get("CXX", "")) if name and (path := shutil.which(name))), None)
+    return next(
+        (path for name in ("g++", "clang++", os.environ.get("CXX", "")) if name and (path := shutil.which(name))), None
+    )
 
 
 def _within(name: str, least: tuple[int, int], below: tuple[int, int]) -> str:

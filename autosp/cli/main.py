@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: arguments without the program's name; ``None`` takes ``sys.argv``.
 
     Raises:
-        SystemExit: always; 0 done, 1 a rank failed or a check found a difference, 2 a mistake that the user can mend, 130 interrupted.
+        SystemExit: always; 0 done, 1 a rank failed or a check found a difference, 2 a
+            mistake that the user can mend, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 aten = torch.ops.aten
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 PARTS = ("activations", "attention", "loss", "communication", "gradients")
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?|block)\.(\d+)(?:\.|$|')|(?:layers?|h|blocks?)\._modules\['(\d+)'\]")
 _CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -89,15 +89,14 @@ def tensor_bytes(value: torch.Tensor) -> Size:
     return size
 
 
-def read_program(gm: fx.GraphModule, *, backward: bool) -> Program:
+def read_program(gm: fx.GraphModule) -> Program:
     """Turn a forward or backward graph of AOTAutograd, after Inductor's decompositions, into a `Program`."""
-    return _Reader(gm, backward).read()
+    return _Reader(gm).read()
 
 
 class _Reader:
-    def __init__(self, gm: fx.GraphModule, backward: bool) -> None:
+    def __init__(self, gm: fx.GraphModule) -> None:
         self.graph = gm.graph
-        self.backward = backward
         self.program = Program()
         self.storages: dict[Any, int] = {}
         self.sources: dict[fx.Node, set[int]] = {}
@@ -127,8 +126,10 @@ class _Reader:
         if not tensors:
             return
         self.layer = _layer_of(node, self.layer)
-        if _is_alias(node, tensors, self.storages):
-            self.sources[node] = inputs
+        known = {self.storages[_storage(value)] for value in tensors if _storage(value) in self.storages}
+        if len(tensors) == 1 and known or _is_view(node):
+            # one of several results, a view of a buffer, or a view of what is not stored
+            self.sources[node] = known or inputs
             return
         if _is_fused(node) and not self._is_stored(node):
             self.sources[node] = inputs
@@ -138,9 +139,7 @@ class _Reader:
         self.sources[node] = set(made)
         read = inputs - set(made)
         moved: Size = sum((self.program.buffers[number].size for number in [*read, *made]), 0)
-        self.program.work.append(
-            Work(self.layer, made, read, _flops(node), moved, _sent(node))
-        )
+        self.program.work.append(Work(self.layer, made, read, _flops(node), moved, _sent(node)))
 
     def _read_output(self, node: fx.Node) -> None:
         (outputs,) = node.args
@@ -194,10 +193,6 @@ def _is_view(node: fx.Node) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns) or _packet(
         node
     ) in (aten.reshape, aten._unsafe_view, torch.ops._c10d_functional.wait_tensor)
-
-
-def _is_alias(node: fx.Node, tensors: list[torch.Tensor], known: dict[Any, int]) -> bool:
-    return _is_view(node) or all(_storage(value) in known for value in tensors)
 
 
 def _is_fused(node: fx.Node) -> bool:
@@ -258,6 +253,6 @@ def _sent(node: fx.Node) -> Size:
     name = getattr(_packet(node), "__name__", "")
     if "_c10d_functional" not in str(node.target) or name not in _SENDS:
         return 0
-    into = node.args[0].meta["val"]  # type: ignore[union-attr]
+    into = node.all_input_nodes[0].meta["val"]
     larger = node.meta["val"] if name == "all_gather_into_tensor" else into
     return int(_SENDS[name]) * tensor_bytes(larger)

@@ -94,9 +94,9 @@ def _recorder(trace: Trace) -> Callable[..., Any]:
     """A Dynamo backend that partitions for the current mesh, keeps Inductor's graphs and runs them as they are."""
     from torch._inductor.compile_fx import compile_fx
 
-    def record(gm: fx.GraphModule, example_inputs: Sequence[Any], **about: Any) -> Callable[..., Any]:
+    def record(gm: fx.GraphModule, example_inputs: Sequence[Any], **about: Any) -> Any:
         backward = bool(about.get("is_backward"))
-        (trace.backward if backward else trace.forward).append(read_program(gm, backward=backward))
+        (trace.backward if backward else trace.forward).append(read_program(gm))
 
         def run(arguments: list[Any]) -> Any:
             taken = list(arguments)
@@ -106,7 +106,7 @@ def _recorder(trace: Trace) -> Callable[..., Any]:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], config_patches: Any = None) -> Callable[..., Any]:
+    def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], config_patches: Any = None) -> Any:
         return compile_fx(gm, list(example_inputs), inner_compile=record, config_patches=config_patches)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -38,6 +38,8 @@ class Profile:
     sent: float = 0.0
     kernels: list[tuple[float, float]] = field(default_factory=list)
     """Flops and bytes of each kernel."""
+    repeat: tuple[list[tuple[float, float]], int, int] | None = None
+    """The kernels of a step with fewer layers, how many layers are missing here, and by how many the two differ."""
 
 
 def profile(trace: Trace, length: int) -> Profile:

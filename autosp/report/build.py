@@ -48,9 +48,7 @@ def build_report(work: Any, passes: Sequence[PassRecord], masks: Mapping[str, st
     report = _start(work, whole, passes)
     origins = {node.name: node for node in whole.graph.nodes}
     report.collectives = _collectives(work, origins)
-    report.masks = [
-        _mask_record(node, masks) for node in whole.graph.find_nodes(op="call_function", target=_ATTENTION)
-    ]
+    report.masks = [_mask_record(node, masks) for node in whole.graph.find_nodes(op="call_function", target=_ATTENTION)]
     report.fused = _fused(passes)
     report.gathered = [
         Gathering(item.operator, item.location, item.reason, sum(_bytes(*size) for size in item.sizes))
@@ -235,7 +233,9 @@ def _mask_record(node: fx.Node, captured: Mapping[str, str]) -> MaskRecord:
         became, size = f"kept as a tensor [{', '.join(shape_text(value))}] {dtype_text(value)}, {kind}", nbytes(value)
     elif node.name in captured:
         shown = captured[node.name]
-        became = f"proven causal: the {shown} tensor is gone" if causal else f"hides nothing: the {shown} tensor is gone"
+        became = (
+            f"proven causal: the {shown} tensor is gone" if causal else f"hides nothing: the {shown} tensor is gone"
+        )
     else:
         became = "causal, no tensor in the model" if causal else "none"
     return MaskRecord(node.name, layer_of(node), became, size)
@@ -247,13 +247,12 @@ def _fused(passes: Sequence[PassRecord]) -> list[str]:
     for before, after in zip(passes, passes[1:], strict=False):
         if after.name in ("localize", "verify"):
             break
-        gone, new = (Counter(before.operators) - Counter(after.operators)), Counter(after.operators) - Counter(
-            before.operators
+        gone, new = (
+            (Counter(before.operators) - Counter(after.operators)),
+            Counter(after.operators) - Counter(before.operators),
         )
         if gone or new:
             listing = [f"-{count} {name}" for name, count in sorted(gone.items())]
             listing += [f"+{count} {name}" for name, count in sorted(new.items())]
             sentences.append(f"{after.name}: {', '.join(listing)}")
     return sentences
-
-

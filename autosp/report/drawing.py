@@ -22,7 +22,7 @@ def draw(report: GraphReport) -> dict[str, Any]:
         if node.name in depth:
             rows.setdefault(depth[node.name], []).append(node.name)
     place = _columns(report, rows)
-    boxes = [
+    boxes: list[dict[str, Any]] = [
         {"name": node.name, "x": place[node.name] * _COLUMN, "y": depth[node.name] * _ROW, "kind": node.kind}
         for node in report.nodes
         if node.name in depth

@@ -91,8 +91,8 @@ def _move_text(item: CollectiveRecord) -> str:
 def _print_traffic(console: Console, report: GraphReport) -> None:
     console.print(
         Text(
-            f"\n{len(report.collectives)} points of communication; one rank sends {bytes_text(report.forward_bytes)} in "
-            f"the forward and {bytes_text(report.backward_bytes)} in the backward of a step",
+            f"\n{len(report.collectives)} points of communication; one rank sends {bytes_text(report.forward_bytes)} "
+            f"in the forward and {bytes_text(report.backward_bytes)} in the backward of a step",
             style="bold",
         ),
         soft_wrap=True,
@@ -104,7 +104,9 @@ def _print_traffic(console: Console, report: GraphReport) -> None:
         row[1] += item.forward_bytes
         row[2] += item.backward_bytes
     for name, (count, forward, backward) in totals.items():
-        console.print(f"  {count} x {name}: {bytes_text(forward)} forward, {bytes_text(backward)} backward", highlight=False)
+        console.print(
+            f"  {count} x {name}: {bytes_text(forward)} forward, {bytes_text(backward)} backward", highlight=False
+        )
 
 
 def _print_lists(console: Console, report: GraphReport) -> None:

@@ -15,8 +15,6 @@ from torch import fx
 
 from .graph_text import nbytes, operator_name
 
-_EDGES = ("enter_sharded", "shard_sequence")
-
 
 def is_collective(node: fx.Node, group: str) -> bool:
     """Whether a node of a local program talks to ``group``, in its forward or in its backward."""
@@ -25,9 +23,13 @@ def is_collective(node: fx.Node, group: str) -> bool:
     return group in node.args or group in node.kwargs.values()
 
 
+def _name(node: fx.Node) -> str:
+    return operator_name(node.target).split(".")[1]
+
+
 def traffic_of(node: fx.Node, ranks: int, has_gradient: bool) -> tuple[int, int]:
     """Bytes that one rank sends for ``node`` in the forward and in the backward of a step."""
-    name = node.target._schema.name.split("::")[-1]
+    name = _name(node)
     into = max((nbytes(source.meta.get("val")) for source in node.all_input_nodes), default=0)
     out = nbytes(node.meta.get("val"))
     share = (ranks - 1) / ranks
@@ -48,7 +50,7 @@ def traffic_of(node: fx.Node, ranks: int, has_gradient: bool) -> tuple[int, int]
 
 def reason_of(node: fx.Node, whole: fx.Node | None, after: bool, sources: Sequence[str]) -> str:
     """One sentence: what the communication is for."""
-    name = node.target._schema.name.split("::")[-1]
+    name = _name(node)
     operator = operator_name(whole.target).removesuffix(".default") if whole is not None else "an output"
     what = ", ".join(sources) or (f"the result of {operator}" if whole is not None else "a value")
     if name == "enter_sharded":
@@ -60,7 +62,7 @@ def reason_of(node: fx.Node, whole: fx.Node | None, after: bool, sources: Sequen
     reasons: dict[str, Any] = {
         "shard_sequence": f"{what} is whole and meets sharded computation: this rank's rows are taken, nothing is sent",
         "all_gather_sequence": f"{operator} needs {what} whole",
-        "reduce_scatter_sequence": f"each rank holds a part of {what} for all tokens: sums are cut to this rank's tokens",
+        "reduce_scatter_sequence": f"ranks hold parts of {what} for all tokens: sums are cut to this rank's",
         "all_reduce_sum": f"each rank holds a part of the sum that {what} is",
         "aggregate_loss": "the loss of the whole sequence from the sums and counts of all ranks",
     }
