@@ -72,8 +72,8 @@ class Program:
     work: list[Work] = field(default_factory=list)
     given: dict[str, int] = field(default_factory=dict)
     """Buffer behind each placeholder that is a tensor, by name and in order."""
-    returned: list[int | None] = field(default_factory=list)
-    """Buffer behind each output; None for what is no tensor."""
+    returned: dict[str, int] = field(default_factory=dict)
+    """Buffer behind each output that is a tensor, by the name of its node."""
 
 
 def expression(value: Any) -> Size:
@@ -130,6 +130,9 @@ class _Reader:
         if len(tensors) == 1 and known or _is_view(node):
             # one of several results, a view of a buffer, or a view of what is not stored
             self.sources[node] = known or inputs
+            if not known and len(inputs) == 1:
+                # a view whose fake is a tensor of its own (the wait of a collective)
+                self.storages.update((_storage(value), next(iter(inputs))) for value in tensors)
             return
         if _is_fused(node) and not self._is_stored(node):
             self.sources[node] = inputs
@@ -144,14 +147,15 @@ class _Reader:
     def _read_output(self, node: fx.Node) -> None:
         (outputs,) = node.args
         for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
-            found = self.sources.get(output) if isinstance(output, fx.Node) else None
-            self.program.returned.append(next(iter(found)) if found and len(found) == 1 else None)
+            if isinstance(output, fx.Node) and isinstance(value := output.meta.get("val"), torch.Tensor):
+                self.program.returned[output.name] = self._buffer(value, "activations")
 
     def _buffer(self, value: torch.Tensor, part: str) -> int:
         key = _storage(value)
         if key not in self.storages:
             self.storages[key] = len(self.program.buffers)
-            self.program.buffers[self.storages[key]] = Buffer(tensor_bytes(value), part)
+            # the storage, not the tensor: one of three views may be seen first
+            self.program.buffers[self.storages[key]] = Buffer(expression(value.untyped_storage().nbytes()), part)
         return self.storages[key]
 
     def _is_stored(self, node: fx.Node) -> bool:

@@ -6,7 +6,6 @@ what the backward reads lives from the forward until there, and gradients live u
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 from .program import PARTS, Program, Work
@@ -46,18 +45,17 @@ def profile(trace: Trace, length: int) -> Profile:
     """Walk through the step at ``length`` tokens."""
     result = Profile()
     known: dict[object, float] = {}
-    saved: dict[str, float] = defaultdict(float)
-    for index, program in enumerate(trace.forward):
+    live = dict.fromkeys(PARTS, 0.0)
+    parts: dict[str, str] = {}
+    for program in trace.forward:
         sizes = _sizes(program, trace, length, known)
-        kept = _kept(program)
-        _walk(program, sizes, result, kept, dict(saved), ["forward"] * len(program.work), set())
-        for number in kept:
-            saved[program.buffers[number].part] += sizes[number]
+        _walk(program, sizes, result, live, _kept(program), set(), ["forward"] * len(program.work))
+        parts.update({name: program.buffers[number].part for name, number in program.returned.items()})
         _add_work(program, trace, length, known, result)
-        del index
+    # of several graphs the last one's backward runs first, and what the earlier ones saved is live meanwhile
     for program in trace.backward:
         sizes = _sizes(program, trace, length, known)
-        _backward(program, trace, sizes, result, saved)
+        _walk_backward(program, sizes, result, live, parts)
         _add_work(program, trace, length, known, result)
     return result
 
@@ -67,77 +65,55 @@ def _sizes(program: Program, trace: Trace, length: int, known: dict[object, floa
 
 
 def _kept(program: Program) -> set[int]:
-    """Buffers that the forward returns or saves, but for those it was given."""
-    given = set(program.given.values())
-    return {number for number in program.returned if number is not None and number not in given}
+    """Buffers that a program returns, but for those it was given."""
+    return set(program.returned.values()) - set(program.given.values())
 
 
 def _walk(
     program: Program,
     sizes: dict[int, float],
     result: Profile,
-    kept: set[int],
     live: dict[str, float],
-    stretches: list[str],
+    kept: set[int],
     freed: set[int],
+    stretches: list[str],
 ) -> None:
     """Make and free buffers in the order of the work; note the highest moment of each stretch.
 
     Args:
-        kept: live until the end.
-        live: bytes by part at the beginning; changed.
-        freed: buffers given to the program that it may free after their last use.
+        live: bytes by part at the beginning; those at the end afterwards.
+        kept: buffers that are live at the end.
+        freed: buffers given to the program that it frees after their last use.
+        stretches: the stretch of each work.
     """
-    last: dict[int, int] = {}
-    for position, work in enumerate(program.work):
-        for number in [*work.made, *work.read]:
-            last[number] = position
+    last = {number: position for position, work in enumerate(program.work) for number in [*work.made, *work.read]}
     made: set[int] = set()
     for position, work in enumerate(program.work):
         for number in work.made:
             if number not in made and number not in program.given.values():
-                live[program.buffers[number].part] = live.get(program.buffers[number].part, 0.0) + sizes[number]
+                live[program.buffers[number].part] += sizes[number]
                 made.add(number)
         moment = result.moments.setdefault(stretches[position], Moment())
         if sum(live.values()) > moment.total:
-            moment.parts = {**dict.fromkeys(PARTS, 0.0), **live}
+            moment.parts = dict(live)
         for number in {*work.made, *work.read}:
             if last[number] == position and number not in kept and (number in made or number in freed):
                 live[program.buffers[number].part] -= sizes[number]
 
 
-def _backward(
-    program: Program, trace: Trace, sizes: dict[int, float], result: Profile, saved: dict[str, float]
+def _walk_backward(
+    program: Program, sizes: dict[int, float], result: Profile, live: dict[str, float], parts: dict[str, str]
 ) -> None:
-    """The backward starts with what the forward saved; it frees that as it goes and keeps the gradients."""
-    gradients = {number for number in program.returned if number is not None}
-    for number in gradients - set(program.given.values()):
+    """The backward frees what the forward saved as it goes, and keeps the gradients that it returns."""
+    gradients = _kept(program)
+    for number in gradients:
         program.buffers[number].part = "gradients"
-    # parts of what comes in are those the forward gave them, in total; the backward's own view of it is one part
-    given = _saved_inputs(program, trace)
-    live = dict.fromkeys(PARTS, 0.0)
-    total = sum(sizes[number] for number in given)
-    known = sum(saved.values())
-    for part, size in saved.items():
-        live[part] += size
-    live["activations"] += total - known
-    _reassign(program, given, saved, sizes)
-    _walk(program, sizes, result, gradients, live, _stretches(program.work), given)
-
-
-def _reassign(program: Program, given: set[int], saved: dict[str, float], sizes: dict[int, float]) -> None:
-    """Give the backward's inputs the parts that the forward made them in: by size, largest part last."""
-    left = {part: size for part, size in saved.items() if part != "activations"}
-    for number in sorted(given, key=lambda one: sizes[one]):
-        fitting = [part for part, size in left.items() if size >= sizes[number] * 0.999]
-        program.buffers[number].part = fitting[0] if fitting else "activations"
-        if fitting:
-            left[fitting[0]] -= sizes[number]
-
-
-def _saved_inputs(program: Program, trace: Trace) -> set[int]:
-    """Buffers given to the backward that are neither weights nor the model's inputs nor the loss's gradient."""
-    return {number for name, number in program.given.items() if not name.startswith(("primals", "tangents"))}
+    # a saved value has one name in both graphs
+    saved = {number for name, number in program.given.items() if name in parts}
+    for name, number in program.given.items():
+        if name in parts:
+            program.buffers[number].part = parts[name]
+    _walk(program, sizes, result, live, gradients, saved, _stretches(program.work))
 
 
 def _stretches(work: list[Work]) -> list[str]:

@@ -18,6 +18,7 @@ from .graph_text import dtype_text, graph_text, kind_of, layout_of, nbytes, oper
 from .records import CollectiveRecord, Gathering, GraphReport, MaskRecord, NodeRecord, PassRecord
 from .traffic import is_collective, reason_of, traffic_of
 
+_VALUES = ("placeholder", "get_attr", "call_function")
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _ROOT = re.compile(r"^L\['(?:self|fn|args)'\](?:\[\d+\])?|^L(?=\[)")
 
@@ -70,7 +71,7 @@ def build_refused(error: Any, work: Any, passes: Sequence[PassRecord]) -> GraphR
 
 
 def _start(work: Any, gm: fx.GraphModule, passes: Sequence[PassRecord]) -> GraphReport:
-    nodes = [_node_record(node, work) for node in gm.graph.nodes if node.op in ("placeholder", "call_function")]
+    nodes = [_node_record(node, work) for node in gm.graph.nodes if node.op in _VALUES]
     # what no other node reads is there for the sizes only
     shown = [node for node in nodes if node.kind != "number"]
     return GraphReport(work.axis.size, work.axis.rank, _sizes(gm), shown, passes=list(passes))
@@ -82,6 +83,8 @@ def _node_record(node: fx.Node, work: Any) -> NodeRecord:
     operator = operator_name(node.target)
     if node.op == "placeholder":
         operator = "parameter" if node.name in work.parameters else "input"
+    elif node.op == "get_attr":
+        operator = "constant"
     return NodeRecord(
         name=node.name,
         label=label_of(node),

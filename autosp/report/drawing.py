@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .records import GraphReport
+from .records import GIVEN, GraphReport
 
 _ROW, _COLUMN = 64, 190
 
@@ -49,7 +49,7 @@ def draw(report: GraphReport) -> dict[str, Any]:
 
 def _depths(report: GraphReport) -> dict[str, int]:
     """The row of each value: one below its lowest input; what is given stands just above its first use."""
-    given = {node.name for node in report.nodes if node.operator in ("input", "parameter")}
+    given = {node.name for node in report.nodes if node.operator in GIVEN}
     depth: dict[str, int] = {}
     for node in report.nodes:
         if node.name not in given:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+GIVEN = ("input", "parameter", "constant")
+
 
 @dataclass
 class NodeRecord:
@@ -14,7 +16,7 @@ class NodeRecord:
     label: str
     """The name that the model knows it by: the path of a parameter, the argument of an input; else as `name`."""
     operator: str
-    """"aten.linear.default"; "input" and "parameter" for what the graph is given."""
+    """"aten.linear.default"; "input", "parameter" and "constant" for what the graph is given."""
     layer: str
     """Path of the module ("model.layers.0.self_attn"), or empty."""
     location: str

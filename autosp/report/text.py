@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .records import CollectiveRecord, GraphReport, NodeRecord
+from .records import GIVEN, CollectiveRecord, GraphReport, NodeRecord
 
 _BLOCK = re.compile(r"^(.*?\.)?(layers?|h|blocks?|layer)\.(\d+)(?=\.|$)")
 COLOURS = {"sharded": "green", "replicated": "blue", "partial": "magenta", "number": "dim"}
@@ -136,7 +136,7 @@ def group_blocks(nodes: Sequence[NodeRecord]) -> list[Block]:
     """
     blocks: list[Block] = []
     known: dict[tuple[object, ...], Block] = {}
-    for title, members in _runs([node for node in nodes if node.operator not in ("input", "parameter")]):
+    for title, members in _runs([node for node in nodes if node.operator not in GIVEN]):
         signature = tuple((n.operator, tuple(n.shape), n.layout, n.note) for n in members)
         numbered = _BLOCK.match(title)
         if numbered and signature in known:

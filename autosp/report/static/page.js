@@ -51,7 +51,7 @@ function drawPicture() {
     const node = graph.byName[box.name];
     const group = make(scene, "g", { class: `box ${box.kind}`, transform: `translate(${box.x},${box.y})`, "data-name": box.name });
     make(group, "rect", { width: W, height: H });
-    make(group, "text", { x: 6, y: 15 }, short(node.operator) + (["input", "parameter"].includes(node.operator) ? " " + node.label.slice(-22) : ""));
+    make(group, "text", { x: 6, y: 15 }, short(node.operator) + (["input", "parameter", "constant"].includes(node.operator) ? " " + node.label.slice(-22) : ""));
     make(group, "text", { x: 6, y: 29 }, "[" + node.shape.join(", ") + "]");
     group.onclick = () => pick(box.name);
   }
