@@ -42,7 +42,9 @@ _times: dict[str, float] = {}
 
 
 def compile_times() -> dict[str, float]:
-    """Seconds of the latest compilation: "autosp_s" in autosp's own passes, "total_s" in the whole backend."""
+    """Seconds of the latest compilation: "autosp_s" in autosp's own capture, passes and checks (a pass by itself as
+    "pass.NAME"), "waiting_s" until the other ranks had come as far, "total_s" in the whole backend.
+    """
     return dict(_times)
 
 
@@ -91,12 +93,14 @@ def compile_for_rank(
         with contextlib.suppress(RankMismatchError):
             agree(state, "refused", b"")
         raise
-    agree(state, "compile", payload, detail=_shapes(example_inputs, found))
     own = time.perf_counter() - start
+    agree(state, "compile", payload, detail=_shapes(example_inputs, found))
+    waiting = time.perf_counter() - start - own
     compiled = compile_local(work.graph, _local_examples(example_inputs, found, work.axis), state.config, compiler)
-    _times.update(
-        autosp_s=own, total_s=time.perf_counter() - start, **{f"pass.{k}": v for k, v in work.seconds.items()}
-    )
+    total = time.perf_counter() - start
+    _times.clear()
+    _times.update(autosp_s=own, waiting_s=waiting, total_s=total)
+    _times.update((f"pass.{name}", seconds) for name, seconds in work.seconds.items())
     _report(work)
     checked = [Checked(index, key) for index, key in found.keys.items()] if state.config.verify == "inputs" else []
     return LocalProgram(compiled, work.specs, work.axis, state, checked, state.config.outputs, found.sharded)

@@ -20,3 +20,10 @@ def ignore_transformers_warnings() -> None:
     ignored = getattr(torch._dynamo.config, "ignore_logging_functions", None)
     if function is not None and ignored is not None:
         ignored.add(function)
+        logging.getLogger("torch._dynamo.metrics_context").addFilter(_tells_news)
+
+
+def _tells_news(record: logging.LogRecord) -> bool:
+    """Torch 2.11 writes its settings as JSON after each compilation, fails at this one, and logs a traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    return "_lru_cache_wrapper is not JSON serializable" not in str(error)

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo import lookup_backend
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .config import AutoSPConfig
+from .gradient_sums import JoinGradientSums
 
 _ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default,)
 
@@ -64,10 +66,17 @@ def _partitioner_settings(config: AutoSPConfig) -> Iterator[None]:
 
 
 def _inductor_settings(config: AutoSPConfig) -> dict[str, Any]:
-    """A wait is made where its result is first needed, and a gradient's at the very end of the backward."""
+    """Sums of gradients are joined, and every collective starts as soon as its inputs are there.
+
+    Without the second, the scheduler, which orders by memory, starts a sum just before the next exchange and nothing
+    lies between the two.
+    """
     if not config.overlap_communication:
         return {}
-    return {
-        "reorder_for_compute_comm_overlap": True,
-        "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
+    settings: dict[str, Any] = {
+        "post_grad_custom_post_pass": JoinGradientSums(inductor_config.post_grad_custom_post_pass)
     }
+    if not inductor_config.reorder_for_compute_comm_overlap:
+        settings["reorder_for_compute_comm_overlap"] = True
+        settings["reorder_for_compute_comm_overlap_passes"] = ["raise_comms"]
+    return settings

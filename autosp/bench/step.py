@@ -79,6 +79,9 @@ class StepRow:
     tokens_per_second_per_gpu: float | None = None
     peak_bytes: int | None = None
     first_step_seconds: float | None = None
+    collectives_ms: float | None = None
+    """Milliseconds of a step in which the GPU ran collectives, and of those the ones under computation."""
+    overlapped_ms: float | None = None
     note: str = ""
 
 
@@ -158,10 +161,16 @@ def _measure(settings: StepSettings, model: Any, step: Step, length: int, device
         times.append(time.perf_counter() - start)
         if number == 0:
             row.loss, row.first_step_seconds = float(loss), times.pop()
-    model.zero_grad(set_to_none=True)
     row.seconds = statistics.median(times)
     row.tokens_per_second_per_gpu = length / row.seconds / ranks
     row.peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    if device.type == "cuda":
+        from autosp.bench.overlap import overlap_of
+
+        model.zero_grad(set_to_none=True)
+        found = overlap_of(lambda: step(ids))
+        row.collectives_ms, row.overlapped_ms = found["collectives_ms"], found["overlapped_ms"]
+    model.zero_grad(set_to_none=True)
     if settings.method == ONE:
         dist.barrier()
     return row
@@ -215,40 +224,9 @@ def _one(settings: StepSettings, model: Any) -> Iterator[Step]:
     yield step
 
 
-def _shard(x: torch.Tensor) -> torch.Tensor:
-    """This rank's equal part of the tokens."""
-    return x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].contiguous()
-
-
 def _shifted(ids: torch.Tensor) -> torch.Tensor:
     """The label of each token: the next one, none for the last."""
     return F.pad(ids[:, 1:], (0, 1), value=-100)
-
-
-def _sharded_step(settings: StepSettings, model: Any, compile_model: bool) -> Step:
-    """Train on this rank's tokens: whole positions, labels shifted beforehand, sums over the group by hand."""
-    trunk = torch.compile(model, backend=settings.inner_backend) if compile_model else model
-
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        _check_divides(ids.shape[1])
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        labels = _shard(_shifted(ids))
-        out = trunk(
-            input_ids=_shard(ids),
-            position_ids=_shard(positions),
-            shift_labels=labels,
-            labels=labels,
-            num_items_in_batch=ids.shape[1] - 1,
-            use_cache=False,
-        )
-        out.loss.backward()
-        loss = out.loss.detach()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-        dist.all_reduce(loss)
-        return loss
-
-    return step
 
 
 def _check_divides(length: int) -> None:
@@ -259,32 +237,15 @@ def _check_divides(length: int) -> None:
 @contextmanager
 def _by_hand(settings: StepSettings, model: Any) -> Iterator[Step]:
     """What an expert writes for one model: an attention function with two all-to-alls, everything compiled."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from autosp.bench.by_hand import ByHand
 
-    ALL_ATTENTION_FUNCTIONS.register("autosp_bench_ulysses", ulysses_attention)
-    model.config._attn_implementation = "autosp_bench_ulysses"
-    yield _sharded_step(settings, model, compile_model=True)
+    way = ByHand(model, torch.compile(model, backend=settings.inner_backend))
 
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        _check_divides(ids.shape[1])
+        return way.step(ids)
 
-def ulysses_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float, **_: Any
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention function over ``[batch, heads, tokens / P, size]``: tokens for heads and back."""
-    q, k, v = (_exchange(x, 1, 2) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-    return _exchange(out, 2, 1).transpose(1, 2).contiguous(), None
-
-
-def _exchange(x: torch.Tensor, split: int, join: int) -> torch.Tensor:
-    """Cut dimension ``split`` into a part for each rank, and join what comes along ``join``."""
-    from torch.distributed._functional_collectives import all_to_all_single_autograd
-
-    ranks = dist.get_world_size()
-    parts = torch.stack(x.chunk(ranks, dim=split))
-    sizes = [1] * ranks
-    group = dist.distributed_c10d._get_default_group()
-    received = all_to_all_single_autograd(parts, sizes, sizes, group)
-    return torch.cat(received.unbind(0), dim=join)
+    yield step
 
 
 @contextmanager
@@ -331,7 +292,13 @@ def _deepspeed(settings: StepSettings, model: Any) -> Iterator[Step]:
     UlyssesSPAttentionHF.register_with_transformers(
         model, "sdpa", sequence_parallel_size=dist.get_world_size(), micro_batch_size=1, seq_length_is_variable=True
     )
+    from autosp.bench.by_hand import sharded_step
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        _check_divides(ids.shape[1])
+        return sharded_step(model, model, ids)
+
     try:
-        yield _sharded_step(settings, model, compile_model=False)
+        yield step
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = before
