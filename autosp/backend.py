@@ -138,9 +138,10 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
         unsupported=state.config.unsupported,
         fake_mode=fake_mode,
         fuse_linear_cross_entropy=state.config.fuse_linear_cross_entropy,
+        observe=observe_pass,
     )
     try:
-        run_pipeline(work, observe=observe_pass)
+        run_pipeline(work)
     except UnsupportedGraphError as error:
         observe_refusal(error, work)
         raise

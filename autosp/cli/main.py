@@ -26,7 +26,7 @@ app = typer.Typer(
     help="Sequence parallelism for unmodified PyTorch models.",
 )
 
-app.command("train")(train.train)
+app.command("train", epilog="Example: autosp train --data notes.md --seq-len 4k")(train.train)
 app.command("check", epilog="Example: autosp check path/to/config.json --lengths 64,65")(check.check)
 app.command("explain", epilog="Example: autosp explain path/to/config.json --sp 4 --html report.html")(explain.explain)
 app.command(

@@ -47,6 +47,8 @@ class Work:
     seconds: dict[str, float] = field(default_factory=dict)
     annotated: fx.GraphModule | None = None
     """The whole program with its layouts, which ``localize`` turns into the program of one rank."""
+    observe: Callable[[str, Work], None] = lambda name, work: None
+    """Told "captured" before the first pass and the name of each pass after it; must not change a thing."""
 
 
 @dataclass(frozen=True)
@@ -143,19 +145,14 @@ def check_order(passes: Sequence[Pass], start: Sequence[str] = ("captured",)) ->
         have |= entry.ensures
 
 
-def run_pipeline(
-    work: Work, passes: Sequence[Pass] = PIPELINE, observe: Callable[[str, Work], None] = lambda name, work: None
-) -> Work:
-    """Run the passes in order on ``work``; each one's seconds are kept.
-
-    ``observe`` is told "captured" before the first pass and the name of each pass after it; it must not change a thing.
-    """
+def run_pipeline(work: Work, passes: Sequence[Pass] = PIPELINE) -> Work:
+    """Run the passes in order on ``work``; each one's seconds are kept."""
     check_order(passes)
-    observe("captured", work)
+    work.observe("captured", work)
     for entry in passes:
         start = time.perf_counter()
         entry.run(work)
         work.graph.graph.lint()
         work.seconds[entry.name] = time.perf_counter() - start
-        observe(entry.name, work)
+        work.observe(entry.name, work)
     return work
