@@ -29,7 +29,7 @@ from .layout.axis import Axis
 from .layout.registry import find_rule
 from .layout.rules.loss import register_fused_rules
 from .mesh import AutoSPState
-from .passes.pipeline import Work, run_pipeline
+from .passes.pipeline import ALONE, Work, run_pipeline
 from .report.hook import observe_pass, observe_program, observe_refusal
 from .runtime import Checked, LocalProgram, check_rows
 from .sequence_tensor import SequenceTensor
@@ -80,7 +80,7 @@ def compile_for_rank(
     """`autosp_backend` for a state that is known; ``compiler`` takes Inductor's place, to look at what it is given."""
     if state is None or state.sp_size == 1:
         name = state.config.inner_backend if state is not None else _inner_option(options)
-        return (compiler or lookup_backend(name))(gm, example_inputs)
+        return (compiler or lookup_backend(name))(_fused_alone(gm, example_inputs, state), example_inputs)
     start = time.perf_counter()
     try:
         work, found = _partition(gm, example_inputs, state)
@@ -108,6 +108,32 @@ def compile_for_rank(
 
 def _inner_option(options: dict[str, Any] | None) -> str:
     return (options or {}).get("inner_backend", "inductor")
+
+
+def _fused_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPState | None) -> fx.GraphModule:
+    """The whole program with its LM head fused into its loss, where the setting asks for it; ``gm`` otherwise."""
+    if state is None or state.config.fuse_linear_cross_entropy == "never":
+        return gm
+    fake_mode = detect_fake_mode(example_inputs) or detect_fake_mode()
+    fakes = fake_inputs(example_inputs, fake_mode)
+    try:
+        work = Work(
+            graph=capture_graph(gm, fakes, fake_mode, lambda target: find_rule(target) is not None),
+            inputs=fakes,
+            axis=Axis(name="sp", size=1, rank=0, group=""),
+            sources={},
+            parameters=frozenset(),
+            outputs=state.config.outputs,
+            unsupported=state.config.unsupported,
+            fake_mode=fake_mode,
+            fuse_linear_cross_entropy=state.config.fuse_linear_cross_entropy,
+            linear_cross_entropy_memory=state.config.linear_cross_entropy_memory,
+        )
+        return run_pipeline(work, ALONE).graph
+    except UnsupportedGraphError as error:
+        # The plain model is right without it.
+        log.warning("the LM head is not fused into its loss in this graph: %s", error)
+        return gm
 
 
 def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPState) -> tuple[Work, InputSources]:
@@ -138,6 +164,8 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
         unsupported=state.config.unsupported,
         fake_mode=fake_mode,
         fuse_linear_cross_entropy=state.config.fuse_linear_cross_entropy,
+        token_tiles=state.config.token_tiles,
+        linear_cross_entropy_memory=state.config.linear_cross_entropy_memory,
         observe=observe_pass,
     )
     try:

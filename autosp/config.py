@@ -37,9 +37,11 @@ OPTION_NAMES = (
     "verify",
     "verify_timeout",
     "fuse_linear_cross_entropy",
+    "linear_cross_entropy_memory",
     "activation_memory_budget",
     "activation_offloading",
     "overlap_communication",
+    "token_tiles",
 )
 NOT_BUILT = {"attention": ("allgather_kv", "ring", "hybrid")}
 COMPILE_PASSES = ("z1", "z3", "autosp")
@@ -114,12 +116,20 @@ class AutoSPConfig(BaseModel):
     fuse_linear_cross_entropy: Literal["auto", "always", "never"] = "never"
     """Whether an LM head followed by cross entropy becomes one operator that never holds the whole logits."""
 
+    linear_cross_entropy_memory: Literal["auto", "fast", "lean"] = "auto"
+    """What such an operator may hold: "fast" an fp32 gradient of the head, "lean" half a GiB for a GEMM more, "auto"
+    fast unless that gradient is more than an eighth of the device's memory."""
+
     activation_memory_budget: float = Field(default=1.0, ge=0, le=1)
     """Share of the activations that the backward may keep, chosen by torch's partitioner: 1 keeps what is faster to
     keep, 0 recomputes all but inputs, attention and collectives, which are never recomputed."""
 
     activation_offloading: bool = False
     """Move saved activations to the host in the forward and back in the backward, on a stream of their own (CUDA)."""
+
+    token_tiles: int = Field(default=1, ge=1, le=64)
+    """Parts in which an MLP, or any stretch that widens each token alone, runs over its tokens, recomputed part by part
+    in the backward: its wide values exist for one part at a time. 1: in one piece."""
 
     overlap_communication: bool = True
     """Let the scheduler of Inductor put off the waits of collectives until their results are needed."""
@@ -316,10 +326,14 @@ def _without_effect(config: AutoSPConfig) -> list[str]:
     given = config.model_fields_set
     found = []
     if config.sequence_parallel_size == 1:
-        # inner_backend still compiles the plain model; the others shape what happens over a sequence group.
-        names = [name for name in OPTION_NAMES if name in given and name != "inner_backend"]
+        # inner_backend still compiles the plain model, whose LM head may be fused; the others shape what happens over a
+        # sequence group.
+        used = ("inner_backend", "fuse_linear_cross_entropy", "linear_cross_entropy_memory")
+        names = [name for name in OPTION_NAMES if name in given and name not in used]
         if names:
             found.append(f"{', '.join(names)}: no effect, since sequence_parallel_size is 1")
+    if "linear_cross_entropy_memory" in given and config.fuse_linear_cross_entropy == "never":
+        found.append('linear_cross_entropy_memory has no effect: fuse_linear_cross_entropy is "never"')
     if config.vocab_parallel_lm_head and config.tensor_parallel_size == 1:
         found.append("vocab_parallel_lm_head has no effect: tensor_parallel.autotp_size is 1; the head stays as it is")
     if not config.vocab_parallel_lm_head:

@@ -148,7 +148,7 @@ WRONG = {
     "a dtype": (("bench", "step", "--device", "cpu", "--dtype", "int8"), "--dtype int8: choose bfloat16 or"),
     "options": (("bench", "step", "--device", "cpu", "--options", "{"), "--options is not valid JSON"),
     "a list of options": (("bench", "step", "--device", "cpu", "--options", "[]"), "a JSON list; an object is needed"),
-    "an option": (("bench", "step", "--device", "cpu", "--options", '{"x": 1}'), "unknown x in"),
+    "an option": (("bench", "step", "--device", "cpu", "--options", '{"x": 1}'), "unknown 'x' in torch.compile"),
     "a backend": (("bench", "step", "--device", "cpu", "--inner-backend", "x"), "--inner-backend x: choose inductor"),
 }
 

@@ -60,6 +60,14 @@ def losses(
             help='eager, compile, liger or "none"; may be repeated. Default: all that are importable (eager on a CPU).'
         ),
     ] = None,
+    tp: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Over a group of that many ranks, each with a whole shape, beside the same shard without a group: "
+            "torchrun --nproc-per-node 2 -m autosp.cli.main bench losses --tp 2.",
+        ),
+    ] = 1,
     device: Device = "cuda",
     repeats: Repeats = 10,
     json_file: Json = None,
@@ -72,6 +80,10 @@ def losses(
     from autosp.bench import losses as measuring
 
     on_cpu = where.type == "cpu"
+    if tp > 1:
+        _losses_over_a_group(shapes or (_CPU_LOSSES if on_cpu else measuring.SHAPES[:1]), dtype, operator, peer, tp,
+                             device, repeats, json_file)  # fmt: skip
+        return
     peers = [] if peer == ["none"] else peer or (["eager"] if on_cpu else list(measuring.PEERS))
     rows = measuring.run(
         shapes or (_CPU_LOSSES if on_cpu else measuring.SHAPES),
@@ -85,6 +97,31 @@ def losses(
     print(" ".join(f"{key}={value}" for key, value in about.items()))
     print(measuring.table(rows))
     _write(json_file, {"environment": about, "results": rows})
+
+
+def _losses_over_a_group(
+    shapes: Sequence[tuple[int, int]], dtype: list[str] | None, operator: list[str] | None, peer: list[str] | None,
+    tp: int, device: str, repeats: int, json_file: Path | None,
+) -> None:  # fmt: skip
+    """``losses --tp``: this process is one rank; rank 0 prints."""
+    from autosp.bench import losses, losses_tp
+
+    if peer not in (None, ["none"]):
+        raise ConfigError(
+            f"--tp measures autosp with and without a group; --peer {' --peer '.join(peer)} has no effect"
+        )
+    losses_tp.check_world(tp)
+    with losses_tp.tensor_parallel_group(device) as where:
+        import torch.distributed as dist
+
+        first = dist.get_rank() == 0
+        operators = operator or tuple(losses.PASSES)
+        rows = losses_tp.run(shapes, dtype or losses.DTYPES[:2], operators, where, repeats)
+        if first:
+            about = losses.environment(device)
+            print(" ".join(f"{key}={value}" for key, value in about.items()))
+            print(losses_tp.table(rows))
+            _write(json_file, {"environment": about, "results": rows})
 
 
 @app.command(

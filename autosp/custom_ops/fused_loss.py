@@ -23,6 +23,8 @@ def local_sums(
     ignore_index: int,
     smoothing: float,
     softcap: float,
+    *,
+    memory: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Sum of the losses of these tokens and their number, as ``linear_cross_entropy_sum`` gives them; softcap 0 is
     none.
@@ -37,6 +39,7 @@ def local_sums(
         ignore_index=ignore_index,
         label_smoothing=smoothing,
         softcap=softcap if softcap > 0 else None,
+        memory=memory,
     )
 
 
@@ -44,28 +47,34 @@ def _wide(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _run(hidden, weight, bias, target, reduction, ignore_index, smoothing, softcap, dtype):
-    total, count = local_sums(hidden, weight, bias, target, ignore_index, smoothing, softcap)
-    return (total / count if reduction == MEAN else total).to(dtype)
+def _run(hidden, weight, bias, target, reduction, ignore_index, smoothing, softcap, dtype, *, memory="auto"):
+    total, count = local_sums(hidden, weight, bias, target, ignore_index, smoothing, softcap, memory=memory)
+    from .linear_loss.cross_entropy import mean_of
+
+    return (mean_of(total, count) if reduction == MEAN else total).to(dtype)
 
 
 linear_cross_entropy_loss = define(
     "linear_cross_entropy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int reduction, "
-    "int ignore_index, float label_smoothing, float softcap, ScalarType dtype) -> Tensor",
+    'int ignore_index, float label_smoothing, float softcap, ScalarType dtype, *, str memory="auto") -> Tensor',
     forward=_run,
-    fake=lambda hidden, *args: hidden.new_empty((), dtype=args[-1]),
+    fake=lambda hidden, *args, **_: hidden.new_empty((), dtype=args[-1]),
     autograd=_run,
 )
 linear_cross_entropy_sums = define(
     "linear_cross_entropy_sums(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int ignore_index, "
-    "float label_smoothing, float softcap) -> (Tensor, Tensor)",
+    'float label_smoothing, float softcap, *, str memory="auto") -> (Tensor, Tensor)',
     forward=local_sums,
-    fake=lambda hidden, *args: (hidden.new_empty((), dtype=_wide(hidden)), hidden.new_empty((), dtype=torch.float32)),
+    fake=lambda hidden, *args, **_: (
+        hidden.new_empty((), dtype=_wide(hidden)),
+        hidden.new_empty((), dtype=torch.float32),
+    ),
     autograd=local_sums,
 )
 linear_cross_entropy_loss.__doc__ = """Cross entropy of a linear head, without its logits.
 
 ``hidden`` is ``[tokens, width]``, ``weight`` ``[vocabulary, width]``, ``bias`` ``[vocabulary]`` or None, ``target`` int
 ``[tokens]``. ``reduction`` is 1 (mean over the targets that are not ``ignore_index``) or 2 (sum); ``softcap`` c > 0
-bounds the logits as ``c * tanh(x / c)``. The result is a scalar of ``dtype``.
+bounds the logits as ``c * tanh(x / c)``. The result is a scalar of ``dtype``. ``memory``
+is that of ``vocab_parallel_linear_cross_entropy``.
 """

@@ -20,11 +20,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import InternalError
 from ..layout.axis import Axis
-from ..layout.call import OpCall, Strategy
+from ..layout.call import OpCall, Strategy, Value
 from ..layout.infer import CALL, LAYOUT, STRATEGY
 from ..layout.outputs import OutputSpec
 from ..layout.placement import REPLICATE, IntLike, Partial, Placement, Replicate, Shard, known_equal, same_placement
 from ..layout.redistribute import redistribute
+from ..layout.stretch import TILED, Stretch
 from ..location import user_location
 
 
@@ -39,7 +40,8 @@ class LocalInterpreter(fx.Interpreter):
     """
 
     def __init__(self, gm: fx.GraphModule, *, axis: Axis, parameters: frozenset[str], outputs: str) -> None:
-        super().__init__(gm)
+        # Values inside a stretch are asked for after the interpreter has passed their last user.
+        super().__init__(gm, garbage_collect_values=False)
         self.axis = axis
         self.parameters = parameters
         self.outputs = outputs
@@ -49,7 +51,11 @@ class LocalInterpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._current = n
-        return super().run_node(n)
+        stretch = n.meta.get(TILED)
+        if stretch is None:
+            return super().run_node(n)
+        # A stretch is run when its last node is reached; nobody else asks for the values inside.
+        return self._run_tiles(stretch) if n is stretch.last else None
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node = self._current
@@ -71,6 +77,45 @@ class LocalInterpreter(fx.Interpreter):
         result = call.run(local) if strategy.local is None else strategy.local(call, local)
         self._check(node, result, strategy.output)
         return result
+
+    def _run_tiles(self, stretch: Stretch) -> torch.Tensor:
+        """Run a stretch a part of the local rows at a time, and join what its last node gives."""
+        last = stretch.last
+        layout = last.meta[LAYOUT]
+        rows = self.axis.local_dim(layout)
+        if not rows >= 2 * stretch.tiles:  # a guard: short sequences are another program, in one piece
+            bounds: list[tuple[IntLike, IntLike]] = [(0, rows)]
+        else:
+            size = rows // stretch.tiles
+            bounds = [(i * size, size) for i in range(stretch.tiles - 1)]
+            bounds.append(((stretch.tiles - 1) * size, rows - (stretch.tiles - 1) * size))
+        parts = [self._run_tile(stretch, start, size, index) for index, (start, size) in enumerate(bounds)]
+        result = parts[0] if len(parts) == 1 else torch.cat(parts, dim=layout.dim)
+        self._check(last, result, layout)
+        return result
+
+    def _run_tile(self, stretch: Stretch, start: IntLike, size: IntLike, index: int) -> torch.Tensor:
+        inside: dict[fx.Node, torch.Tensor] = {}
+        for node in stretch.nodes:
+            self._current = node
+            if stretch.region is not None:
+                node.meta["ac_graph_id"] = stretch.region + index
+            with fx_traceback.set_current_meta(node):
+                inside[node] = self._run_on_tile(node, inside, start, size)
+        return inside[stretch.last]
+
+    def _run_on_tile(self, node: fx.Node, inside: dict[fx.Node, torch.Tensor], start: IntLike, size: IntLike) -> Any:
+        call, strategy = node.meta[CALL], node.meta[STRATEGY]
+        local: dict[str, Any] = {}
+        for name, arg in call.args.items():
+            needed = strategy.inputs.get(name, REPLICATE)
+            if isinstance(arg, Value) and arg.node in inside:
+                local[name] = inside[arg.node]
+                continue
+            local[name] = self._local_argument(name, arg, strategy, True)
+            if isinstance(needed, Shard):
+                local[name] = local[name].narrow(needed.dim, start, size)
+        return call.run(local)
 
     def _local_argument(self, name: str, arg: Any, strategy: Strategy, sharded: bool) -> Any:
         needed = strategy.inputs.get(name, REPLICATE)

@@ -24,6 +24,7 @@ from .localize import localize_graph
 from .move_slices_up import move_slices_up_pass
 from .peel_repeat_kv import peel_repeat_kv_pass
 from .simplify_masks import simplify_masks_pass
+from .tile_tokens import tile_tokens_pass
 from .verify import collective_list, verify_local_graph_pass
 
 
@@ -40,6 +41,8 @@ class Work:
     unsupported: str
     fake_mode: Any
     fuse_linear_cross_entropy: str = "never"
+    token_tiles: int = 1
+    linear_cross_entropy_memory: str = "auto"
     local_inputs: Sequence[Any] = ()
     specs: list[OutputSpec] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
@@ -76,7 +79,10 @@ def _peel_repeat_kv(work: Work) -> None:
 
 def _fuse_linear_cross_entropy(work: Work) -> None:
     work.graph = fuse_linear_cross_entropy_pass(
-        work.graph, mode=work.fuse_linear_cross_entropy, fake_mode=work.fake_mode
+        work.graph,
+        mode=work.fuse_linear_cross_entropy,
+        fake_mode=work.fake_mode,
+        memory=work.linear_cross_entropy_memory,
     )
 
 
@@ -86,6 +92,10 @@ def _infer(work: Work) -> None:
 
 def _move_slices_up(work: Work) -> None:
     work.graph = move_slices_up_pass(work.graph)
+
+
+def _tile_tokens(work: Work) -> None:
+    work.graph = tile_tokens_pass(work.graph, tiles=work.token_tiles)
 
 
 def _localize(work: Work) -> None:
@@ -130,9 +140,15 @@ PIPELINE: tuple[Pass, ...] = (
         ["sliced"],
         "whole values used by shards only are made as shards",
     ),
+    _pass("tile_tokens", _tile_tokens, ["layouts"], ["tiled"], "an MLP's wide values need not exist for all tokens"),
     _pass("localize", _localize, ["layouts"], ["local"], "the program of one rank, collectives included"),
     _pass("verify", _verify, ["local"], ["verified"], "what a wrong rule would break is checked before it runs"),
 )
+
+ALONE: tuple[Pass, ...] = tuple(
+    entry for entry in PIPELINE if entry.name in ("functionalize_inplace", "fuse_linear_cross_entropy")
+)
+"""What a rank without a sequence group runs: the tokens are whole, and only the LM head is fused into its loss."""
 
 
 def check_order(passes: Sequence[Pass], start: Sequence[str] = ("captured",)) -> None:

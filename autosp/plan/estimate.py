@@ -69,7 +69,8 @@ class Layered:
         )
         for name in one.moments:
             if name in two.moments:
-                parts = {p: extend(one.moments[name].parts[p], two.moments[name].parts[p]) for p in PARTS}
+                # two traces may have their highest moments at different places of a stretch
+                parts = {p: max(0.0, extend(one.moments[name].parts[p], two.moments[name].parts[p])) for p in PARTS}
                 result.moments[name] = Moment(parts)
         # kernels are matched as totals: the time of the layers is the difference of the two traces
         result.kernels = [*two.kernels]

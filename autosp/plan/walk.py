@@ -113,7 +113,12 @@ def _walk_backward(
     for name, number in program.given.items():
         if name in parts:
             program.buffers[number].part = parts[name]
-    _walk(program, sizes, result, live, gradients, saved, _stretches(program.work))
+    # An output that the loss does not use (the logits) gets a gradient of zeros, as large as itself.
+    tangents = {number for name, number in program.given.items() if name.startswith("tangents")}
+    for number in tangents:
+        program.buffers[number].part = "loss"
+        live["loss"] += sizes[number]
+    _walk(program, sizes, result, live, gradients, saved | tangents, _stretches(program.work))
 
 
 def _stretches(work: list[Work]) -> list[str]:
