@@ -256,7 +256,10 @@ def _config(row: Row, settings: dict[str, Any]) -> dict[str, Any]:
     """The JSON for ``autosp.initialize``."""
     section = {**settings, **({"activation_memory_budget": row.budget} if row.budget < 1 else {})}
     sizes = {"data_parallel_size": row.dp, "sequence_parallel_size": row.sp}
-    return {**sizes, **({"autosp": section} if section and row.sp > 1 else {})}
+    if row.sp == 1:
+        # one process has no group to shape; its LM head may be fused all the same
+        section = dict(settings)
+    return {**sizes, **({"autosp": section} if section else {})}
 
 
 def _show(rows: list[Row], best: Row | None, config: Any, length: int, hardware: Hardware) -> None:

@@ -68,6 +68,8 @@ def trace_step(
     config: dict[str, Any] = {"sequence_parallel_size": ranks}
     if ranks > 1:
         config["autosp"] = {**(settings or {}), "activation_memory_budget": budget, "verify": "compile"}
+    elif settings:
+        config["autosp"] = dict(settings)
     trace = Trace(ranks=ranks, length=length)
     with fake_ranks(ranks, config, rank=ranks - 1), fake_tensors(dtype):
         model, batch = make()

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from ..layout.infer import STRATEGY
 from ..layout.placement import Replicate
+from ..layout.stretch import TILED
 from ..location import user_location
 from .graph_text import dtype_text, graph_text, kind_of, layout_of, nbytes, operator_name, shape_text, size_of
 from .records import CollectiveRecord, Gathering, GraphReport, MaskRecord, NodeRecord, PassRecord
@@ -79,7 +80,6 @@ def _start(work: Any, gm: fx.GraphModule, passes: Sequence[PassRecord]) -> Graph
 
 def _node_record(node: fx.Node, work: Any) -> NodeRecord:
     value, layout = node.meta.get("val"), layout_of(node)
-    strategy = node.meta.get(STRATEGY)
     operator = operator_name(node.target)
     if node.op == "placeholder":
         operator = "parameter" if node.name in work.parameters else "input"
@@ -96,9 +96,17 @@ def _node_record(node: fx.Node, work: Any) -> NodeRecord:
         bytes=nbytes(value),
         layout="" if layout is None else str(layout),
         kind=kind_of(node),
-        note=strategy.note if strategy is not None else "",
+        note=_note(node),
         inputs=[source.name for source in node.all_input_nodes if kind_of(source) != "number"],
     )
+
+
+def _note(node: fx.Node) -> str:
+    """What the rule says about how the operator runs, and whether it runs a part of the tokens at a time."""
+    notes = [node.meta[STRATEGY].note] if STRATEGY in node.meta else []
+    if TILED in node.meta:
+        notes.append(f"in {node.meta[TILED].tiles} parts of the tokens")
+    return ", ".join(note for note in notes if note)
 
 
 def layer_of(node: fx.Node) -> str:
