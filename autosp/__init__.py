@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autosp.checking import CheckResult, check
     from autosp.config import AutoSPConfig
     from autosp.custom_ops.linear_loss import (
         LinearTokenStats,
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AutoSPConfig": "autosp.config",
     "AutoSPError": "autosp.errors",
+    "CheckResult": "autosp.checking",
     "ConfigError": "autosp.errors",
     "InputError": "autosp.errors",
     "InternalError": "autosp.errors",
@@ -72,6 +74,7 @@ _HOME = {
     "VocabParallelLinear": "autosp.layers",
     "clip_grad_norm_": "autosp.layers",
     "dense_state_dict": "autosp.layers",
+    "check": "autosp.checking",
     "initialize": "autosp.mesh",
     "prepare_autosp_inputs": "autosp.inputs",
     "prepare_batch": "autosp.inputs",
@@ -96,6 +99,7 @@ _HOME = {
 __all__ = [
     "AutoSPConfig",
     "AutoSPError",
+    "CheckResult",
     "ConfigError",
     "InputError",
     "InternalError",
@@ -111,6 +115,7 @@ __all__ = [
     "VocabParallelLinear",
     "clip_grad_norm_",
     "dense_state_dict",
+    "check",
     "initialize",
     "prepare_autosp_inputs",
     "prepare_batch",

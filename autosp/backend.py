@@ -32,6 +32,7 @@ from .layout.rules.vocabulary import register_head_rules
 from .layout.rules.vocabulary_loss import register_vocabulary_rules
 from .mesh import AutoSPState
 from .passes.pipeline import ALONE, Work, run_pipeline
+from .report.hook import observe_pass, observe_program, observe_refusal
 from .runtime import Checked, LocalProgram, check_rows
 from .sequence_tensor import SequenceTensor
 from .sources import InputSources, find_sources
@@ -69,10 +70,21 @@ def autosp_backend(
     """
     if mode not in (None, "default"):
         raise ConfigError(f"mode={mode!r} has no effect under autosp; allowed: None and 'default' (see options=)")
-    state = mesh.select(options)
+    return compile_for_rank(gm, example_inputs, mesh.select(options), options=options)
+
+
+def compile_for_rank(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    state: AutoSPState | None,
+    *,
+    options: dict[str, Any] | None = None,
+    compiler: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """`autosp_backend` for a state that is known; ``compiler`` takes Inductor's place, to look at what it is given."""
     if state is None or not _is_partitioned(gm, state):
         name = state.config.inner_backend if state is not None else _inner_option(options)
-        return lookup_backend(name)(_fused_alone(gm, example_inputs, state), example_inputs)
+        return (compiler or lookup_backend(name))(_fused_alone(gm, example_inputs, state), example_inputs)
     start = time.perf_counter()
     try:
         _refuse_split_by_ddp(gm)
@@ -89,7 +101,7 @@ def autosp_backend(
     own = time.perf_counter() - start
     agree(state, "compile", payload, detail=_shapes(example_inputs, found))
     waiting = time.perf_counter() - start - own
-    compiled = compile_local(work.graph, _local_examples(example_inputs, found, work.axis), state.config)
+    compiled = compile_local(work.graph, _local_examples(example_inputs, found, work.axis), state.config, compiler)
     total = time.perf_counter() - start
     _times.clear()
     _times.update(autosp_s=own, waiting_s=waiting, total_s=total)
@@ -189,8 +201,15 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
         linear_cross_entropy_memory=state.config.linear_cross_entropy_memory,
         vocabulary=vocabulary,
         fuse_vocabulary_head=state.config.vocab_parallel_ce_backend == "fused_linear",
+        observe=observe_pass,
     )
-    return run_pipeline(work), found
+    try:
+        run_pipeline(work)
+    except UnsupportedGraphError as error:
+        observe_refusal(error, work)
+        raise
+    observe_program(work)
+    return work, found
 
 
 def _local_examples(example_inputs: Sequence[Any], found: InputSources, axis: Axis) -> list[Any]:

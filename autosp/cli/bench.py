@@ -1,4 +1,4 @@
-"""``autosp bench``: time and memory of the losses beside the floor of the card and beside other ways.
+"""``autosp bench``: time and memory of losses and of a step, beside the floor of the card and other ways.
 
 torch and the measuring code are imported by a command when it runs, so that ``autosp --help`` stays quick.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autosp.cli import bench_step
 from autosp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,8 +25,11 @@ _CPU_LOSSES = ((64, 1000),)
 _CPU_LINEAR = ((64, 32, 1000),)
 
 app = typer.Typer(
-    no_args_is_help=True, help="Time and memory of the losses, beside the card's floor and other implementations."
+    no_args_is_help=True,
+    help="Time and memory of losses and of a training step, beside floors and other implementations.",
 )
+
+app.command("step", epilog="Example: autosp bench step --nproc 2 --lengths 16k,32k --json step.json")(bench_step.step)
 
 Device = Annotated[str, typer.Option(help='"cuda", or "cpu" for a smoke test at tiny shapes.')]
 Json = Annotated[Path | None, typer.Option("--json", help="Write device, versions and rows to this file.")]
@@ -70,8 +74,8 @@ def losses(
     debug: Debug = False,
 ) -> None:
     """Losses over logits: forward + backward against the bytes that they cannot avoid to move."""
-    where = _device(device)
-    _check_target(json_file, "--json")
+    where = check_device(device)
+    check_target(json_file, "--json")
     shapes = [_sizes(text, ("ROWS", "VOCABULARY")) for text in shape or ()]
     from autosp.bench import losses as measuring
 
@@ -147,10 +151,10 @@ def linear_loss(
     debug: Debug = False,
 ) -> None:
     """The LM head with its loss: forward + backward against the GEMMs that it cannot avoid."""
-    where = _device(device)
+    where = check_device(device)
     on_cpu = where.type == "cpu"
-    _check_target(json_file, "--json")
-    _check_target(picture, "--picture", (".png", ".svg", ".pdf"))
+    check_target(json_file, "--json")
+    check_target(picture, "--picture", (".png", ".svg", ".pdf"))
     if picture is not None and on_cpu:
         raise ConfigError("--picture draws memory figures, which only a GPU counts; leave out --device cpu")
     shapes = [_sizes(text, ("TOKENS", "HIDDEN", "VOCABULARY")) for text in shape or ()]
@@ -178,7 +182,8 @@ def linear_loss(
         measuring.draw(rows, picture)
 
 
-def _device(name: str) -> torch.device:
+def check_device(name: str) -> torch.device:
+    """The device that --device names, or a ConfigError where there is none."""
     if name not in ("cuda", "cpu"):
         raise ConfigError(f'--device is {name!r}; allowed are "cuda" and "cpu"')
     import torch
@@ -199,7 +204,7 @@ def _sizes(text: str, names: Sequence[str]) -> tuple[Any, ...]:
     return tuple(map(int, parts))
 
 
-def _check_target(path: Path | None, option: str, suffixes: Sequence[str] = ()) -> None:
+def check_target(path: Path | None, option: str, suffixes: Sequence[str] = ()) -> None:
     """Refuse a file that could not be written, before minutes of measuring."""
     if path is None:
         return

@@ -54,6 +54,10 @@ class Work:
     collectives: list[str] = field(default_factory=list)
     gathered: list[Gathered] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    annotated: fx.GraphModule | None = None
+    """The whole program with its layouts, which ``localize`` turns into the program of one rank."""
+    observe: Callable[[str, Work], None] = lambda name, work: None
+    """Told "captured" before the first pass and the name of each pass after it; must not change a thing."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ def _tile_tokens(work: Work) -> None:
 
 
 def _localize(work: Work) -> None:
+    work.annotated = work.graph
     if work.axis.size == 1:
         work.specs = [OutputSpec() for _ in work.graph.graph.output_node().args[0]]
         return
@@ -221,9 +226,11 @@ def check_order(passes: Sequence[Pass], start: Sequence[str] = ("captured",)) ->
 def run_pipeline(work: Work, passes: Sequence[Pass] = PIPELINE) -> Work:
     """Run the passes in order on ``work``; each one's seconds are kept."""
     check_order(passes)
+    work.observe("captured", work)
     for entry in passes:
         start = time.perf_counter()
         entry.run(work)
         work.graph.graph.lint()
         work.seconds[entry.name] = time.perf_counter() - start
+        work.observe(entry.name, work)
     return work
