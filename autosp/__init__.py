@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         shard_lm_head,
         sharded_logits,
     )
+    from autosp.layout.attention.opaque import register_attention
     from autosp.layout.call import Refusal, Strategy
     from autosp.layout.registry import register_rule
     from autosp.mesh import initialize
@@ -78,6 +79,7 @@ _HOME = {
     "initialize": "autosp.mesh",
     "prepare_autosp_inputs": "autosp.inputs",
     "prepare_batch": "autosp.inputs",
+    "register_attention": "autosp.layout.attention.opaque",
     "register_rule": "autosp.layout.registry",
     "shard_lm_head": "autosp.layers",
     "sharded_logits": "autosp.layers",
@@ -119,6 +121,7 @@ __all__ = [
     "initialize",
     "prepare_autosp_inputs",
     "prepare_batch",
+    "register_attention",
     "register_rule",
     "shard_lm_head",
     "sharded_logits",

@@ -22,11 +22,23 @@ from torch._guards import detect_fake_mode
 from . import mesh
 from .agreement import agree
 from .capture import capture_graph, fake_inputs
-from .custom_ops import collectives, fused_loss, loss, vocab_linear, vocab_parallel, vocab_softmax  # noqa: F401
+from .custom_ops import (  # noqa: F401
+    block_attention,
+    collectives,
+    convolution,
+    fused_loss,
+    loss,
+    ring_attention,
+    vocab_linear,
+    vocab_parallel,
+    vocab_softmax,
+)
 from .errors import ConfigError, RankMismatchError, UnsupportedGraphError
 from .inner import compile_local
 from .layout.axis import SEQUENCE, VOCABULARY, Axis
 from .layout.registry import find_rule
+from .layout.rules.attention import register_block_rule
+from .layout.rules.convolution import register_convolution_rule
 from .layout.rules.loss import register_fused_rules
 from .layout.rules.vocabulary import register_head_rules
 from .layout.rules.vocabulary_loss import register_vocabulary_rules
@@ -41,6 +53,8 @@ log = logging.getLogger("autosp")
 register_fused_rules()
 register_head_rules()
 register_vocabulary_rules()
+register_block_rule()
+register_convolution_rule()
 
 _times: dict[str, float] = {}
 

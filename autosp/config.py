@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -43,7 +43,13 @@ OPTION_NAMES = (
     "overlap_communication",
     "token_tiles",
 )
-NOT_BUILT = {"attention": ("allgather_kv", "ring", "hybrid")}
+# A strategy of attention is a file of that folder; its name is the value of the setting.
+_STRATEGY_FILES = (Path(__file__).parent / "layout" / "attention" / "strategies").glob("[a-z]*.py")
+ATTENTION_STRATEGIES = ("auto", *sorted(path.stem for path in _STRATEGY_FILES))
+if TYPE_CHECKING:
+    AttentionStrategy = str
+else:
+    AttentionStrategy = Literal[ATTENTION_STRATEGIES]
 COMPILE_PASSES = ("z1", "z3", "autosp")
 _TENSOR_PARALLEL_FIELDS = {
     "autotp_size": "tensor_parallel_size",
@@ -75,7 +81,7 @@ class AutoSPConfig(BaseModel):
     """The settings of autosp: frozen, keyword-only, unknown names refused.
 
     Raises:
-        ConfigError: an unknown setting, a value that is not allowed, or one that is not built yet.
+        ConfigError: an unknown setting or a value that is not allowed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
@@ -89,8 +95,9 @@ class AutoSPConfig(BaseModel):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share one vocabulary (`tensor_parallel.autotp_size` in the JSON)."""
 
-    attention: Literal["auto", "ulysses", "allgather_kv", "ring", "hybrid"] = "auto"
-    """How attention sees the whole sequence. Built today: "auto" and "ulysses" (all-to-all, heads over ranks)."""
+    attention: AttentionStrategy = "auto"
+    """How attention sees the whole sequence: "ulysses" (tokens exchanged for heads), "allgather_kv" (keys and values
+    gathered), "ring" (keys and values go round), "hybrid" (heads inside, gathered outside), or "auto": the cheapest."""
 
     gradient_reduction: Literal["graph", "engine_mean", "engine_sum"] = "graph"
     """Who sums a parameter's gradient over the sequence group. "graph": the compiled backward, right with no engine and
@@ -155,11 +162,6 @@ class AutoSPConfig(BaseModel):
             super().__init__(**settings)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
-        for name, missing in NOT_BUILT.items():
-            if (value := getattr(self, name)) in missing:
-                raise ConfigError(
-                    f"{name} is {value!r}, which is not built yet; what exists: {_listing(_choices(name))}"
-                )
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str] | Mapping[str, Any], world_size: int) -> AutoSPConfig:
@@ -371,10 +373,10 @@ def _explain(error: ValidationError) -> str:
 
 
 def _choices(name: str) -> tuple[str, ...]:
-    """The values of a setting that is one of a few words and that are built; empty for any other setting."""
+    """The values of a setting that is one of a few words; empty for any other setting."""
     annotation = AutoSPConfig.model_fields[name].annotation if name in AutoSPConfig.model_fields else None
     arguments = getattr(annotation, "__args__", ())
-    return tuple(value for value in arguments if isinstance(value, str) and value not in NOT_BUILT.get(name, ()))
+    return tuple(value for value in arguments if isinstance(value, str))
 
 
 def _listing(values: list[str] | tuple[str, ...]) -> str:

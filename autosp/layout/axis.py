@@ -23,7 +23,7 @@ class Axis:
         rank: this rank's place in the group.
         group: name of the process group, as functional collectives take it.
         gradient_reduction: what the edge of a parameter does in the backward: "graph", "engine_mean" or "engine_sum".
-        attention: strategy for attention, "auto" or "ulysses".
+        attention: strategy for attention, "auto" or a file of ``layout.attention.strategies``.
     """
 
     name: str

@@ -18,12 +18,15 @@ from ..layout import rules  # noqa: F401
 from ..layout.axis import Axis
 from ..layout.infer import Gathered, Source, infer_layouts
 from ..layout.outputs import OutputSpec
-from .functionalize_inplace import functionalize_inplace_pass
+from .align_convolutions import align_convolutions_pass
+from .express_masks import express_masks_pass
+from .functionalize_inplace import functional_form, functionalize_inplace_pass
 from .fuse_linear_cross_entropy import fuse_linear_cross_entropy_pass
 from .fuse_vocabulary import fuse_vocabulary_pass, has_vocabulary_head
 from .localize import localize_graph
 from .move_slices_up import move_slices_up_pass
 from .peel_repeat_kv import peel_repeat_kv_pass
+from .scatter_views import scatter_views_pass
 from .simplify_masks import simplify_masks_pass
 from .tile_tokens import tile_tokens_pass
 from .verify import collective_list, verify_local_graph_pass
@@ -75,12 +78,24 @@ def _functionalize(work: Work) -> None:
     work.graph = functionalize_inplace_pass(work.graph)
 
 
+def _scatter_views(work: Work) -> None:
+    work.graph = scatter_views_pass(work.graph, functional_form=functional_form)
+
+
 def _simplify_masks(work: Work) -> None:
     work.graph = simplify_masks_pass(work.graph)
 
 
 def _peel_repeat_kv(work: Work) -> None:
     work.graph = peel_repeat_kv_pass(work.graph)
+
+
+def _express_masks(work: Work) -> None:
+    work.graph = express_masks_pass(work.graph, fake_mode=work.fake_mode)
+
+
+def _align_convolutions(work: Work) -> None:
+    work.graph = align_convolutions_pass(work.graph)
 
 
 def _fuse_linear_cross_entropy(work: Work) -> None:
@@ -159,9 +174,24 @@ def _pass(name: str, run: Callable[[Work], None], requires: Sequence[str], ensur
 
 
 PIPELINE: tuple[Pass, ...] = (
+    _pass(
+        "scatter_views",
+        _scatter_views,
+        ["captured"],
+        ["captured"],
+        "a write through a view is a value replaced in part",
+    ),
     _pass("functionalize_inplace", _functionalize, ["captured"], ["functional"], "rules see values, not storage"),
     _pass("simplify_masks", _simplify_masks, ["functional"], ["simple"], "a causal mask needs no S x S tensor"),
     _pass("peel_repeat_kv", _peel_repeat_kv, ["functional"], ["simple"], "repeated heads need not travel"),
+    _pass("express_masks", _express_masks, ["functional", "simple"], ["simple"], "no mask needs an S x S tensor"),
+    _pass(
+        "align_convolutions",
+        _align_convolutions,
+        ["functional"],
+        ["simple"],
+        "a convolution whose every token keeps its place needs its neighbours' rows only",
+    ),
     _pass(
         "fuse_linear_cross_entropy",
         _fuse_linear_cross_entropy,

@@ -12,6 +12,7 @@ COLLECTIVES = (
     "autosp::reduce_scatter_sequence",
     "autosp::all_to_all",
     "autosp::all_reduce_sum",
+    "autosp::ring_attention",
     "autosp::aggregate_loss",
 )
 

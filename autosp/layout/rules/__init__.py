@@ -3,6 +3,7 @@
 from . import (  # noqa: F401
     attention,
     contraction,
+    convolution,
     factory,
     indexing,
     loss,
