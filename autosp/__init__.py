@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autosp.checking import CheckResult, check
     from autosp.config import AutoSPConfig
     from autosp.custom_ops.linear_loss import (
         LinearTokenStats,
@@ -38,6 +39,16 @@ if TYPE_CHECKING:
         UnsupportedGraphError,
     )
     from autosp.inputs import prepare_autosp_inputs, prepare_batch
+    from autosp.layers import (
+        VocabParallelCausalLMLoss,
+        VocabParallelCrossEntropyLoss,
+        VocabParallelEmbedding,
+        VocabParallelLinear,
+        clip_grad_norm_,
+        dense_state_dict,
+        shard_lm_head,
+        sharded_logits,
+    )
     from autosp.layout.attention.opaque import register_attention
     from autosp.layout.call import Refusal, Strategy
     from autosp.layout.registry import register_rule
@@ -48,6 +59,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AutoSPConfig": "autosp.config",
     "AutoSPError": "autosp.errors",
+    "CheckResult": "autosp.checking",
     "ConfigError": "autosp.errors",
     "InputError": "autosp.errors",
     "InternalError": "autosp.errors",
@@ -57,11 +69,20 @@ _HOME = {
     "Strategy": "autosp.layout.call",
     "TokenStats": "autosp.custom_ops.vocab_parallel",
     "UnsupportedGraphError": "autosp.errors",
+    "VocabParallelCausalLMLoss": "autosp.layers",
+    "VocabParallelCrossEntropyLoss": "autosp.layers",
+    "VocabParallelEmbedding": "autosp.layers",
+    "VocabParallelLinear": "autosp.layers",
+    "clip_grad_norm_": "autosp.layers",
+    "dense_state_dict": "autosp.layers",
+    "check": "autosp.checking",
     "initialize": "autosp.mesh",
     "prepare_autosp_inputs": "autosp.inputs",
     "prepare_batch": "autosp.inputs",
     "register_attention": "autosp.layout.attention.opaque",
     "register_rule": "autosp.layout.registry",
+    "shard_lm_head": "autosp.layers",
+    "sharded_logits": "autosp.layers",
     "vocab_parallel_cross_entropy": "autosp.custom_ops.vocab_parallel",
     "vocab_parallel_entropy": "autosp.custom_ops.vocab_parallel",
     "vocab_parallel_jsd": "autosp.custom_ops.vocab_parallel",
@@ -80,6 +101,7 @@ _HOME = {
 __all__ = [
     "AutoSPConfig",
     "AutoSPError",
+    "CheckResult",
     "ConfigError",
     "InputError",
     "InternalError",
@@ -89,11 +111,20 @@ __all__ = [
     "Strategy",
     "TokenStats",
     "UnsupportedGraphError",
+    "VocabParallelCausalLMLoss",
+    "VocabParallelCrossEntropyLoss",
+    "VocabParallelEmbedding",
+    "VocabParallelLinear",
+    "clip_grad_norm_",
+    "dense_state_dict",
+    "check",
     "initialize",
     "prepare_autosp_inputs",
     "prepare_batch",
     "register_attention",
     "register_rule",
+    "shard_lm_head",
+    "sharded_logits",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_entropy",
     "vocab_parallel_jsd",

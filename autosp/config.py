@@ -37,6 +37,7 @@ OPTION_NAMES = (
     "verify",
     "verify_timeout",
     "fuse_linear_cross_entropy",
+    "linear_cross_entropy_memory",
     "activation_memory_budget",
     "activation_offloading",
     "overlap_communication",
@@ -122,6 +123,10 @@ class AutoSPConfig(BaseModel):
     fuse_linear_cross_entropy: Literal["auto", "always", "never"] = "never"
     """Whether an LM head followed by cross entropy becomes one operator that never holds the whole logits."""
 
+    linear_cross_entropy_memory: Literal["auto", "fast", "lean"] = "auto"
+    """What such an operator may hold: "fast" an fp32 gradient of the head, "lean" half a GiB for a GEMM more, "auto"
+    fast unless that gradient is more than an eighth of the device's memory."""
+
     activation_memory_budget: float = Field(default=1.0, ge=0, le=1)
     """Share of the activations that the backward may keep, chosen by torch's partitioner: 1 keeps what is faster to
     keep, 0 recomputes all but inputs, attention and collectives, which are never recomputed."""
@@ -146,7 +151,8 @@ class AutoSPConfig(BaseModel):
     """Keep the LM head and its logits sharded over the vocabulary (DeepSpeed's key of the same name)."""
 
     vocab_parallel_ce_backend: Literal["torch", "liger", "fused_linear"] = "torch"
-    """The loss on vocabulary shards; "torch" and "liger" as in DeepSpeed, "fused_linear" never holds the logits."""
+    """The loss of a sharded head. "torch" and "liger" (DeepSpeed's words for it): from sharded logits, by autosp's own
+    operators either way; "fused_linear": from hidden states and head, so that the logits never exist."""
 
     vocab_parallel_embedding: bool = False
     """Shard a tied embedding together with the LM head; without it a tied head is refused."""
@@ -168,7 +174,7 @@ class AutoSPConfig(BaseModel):
             ConfigError: the file cannot be read; an unknown key or value in our section; sizes that contradict each
                 other or do not cover the world.
         """
-        tree = _load(source)
+        tree = read_json(source)
         settings = _read_options(tree)
         settings.update(_read_compile(tree))
         settings.update(_read_tensor_parallel(tree))
@@ -207,7 +213,12 @@ class AutoSPConfig(BaseModel):
         return self.deepcompile and "autosp" in (self.compile_passes or ())
 
 
-def _load(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+def read_json(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a JSON file holds, duplicate keys refused; a mapping as it is.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no JSON object.
+    """
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, (str, os.PathLike)):
@@ -323,10 +334,16 @@ def _without_effect(config: AutoSPConfig) -> list[str]:
     given = config.model_fields_set
     found = []
     if config.sequence_parallel_size == 1:
-        # inner_backend still compiles the plain model; the others shape what happens over a sequence group.
-        names = [name for name in OPTION_NAMES if name in given and name != "inner_backend"]
+        # inner_backend still compiles the plain model, whose LM head may be fused; the others shape what happens over a
+        # sequence group, or over one that shares a vocabulary.
+        used = {"inner_backend", "fuse_linear_cross_entropy", "linear_cross_entropy_memory"}
+        if config.vocab_parallel_lm_head and config.tensor_parallel_size > 1:
+            used |= {"outputs", "unsupported", "verify", "verify_timeout"}
+        names = [name for name in OPTION_NAMES if name in given and name not in used]
         if names:
             found.append(f"{', '.join(names)}: no effect, since sequence_parallel_size is 1")
+    if "linear_cross_entropy_memory" in given and config.fuse_linear_cross_entropy == "never":
+        found.append('linear_cross_entropy_memory has no effect: fuse_linear_cross_entropy is "never"')
     if config.vocab_parallel_lm_head and config.tensor_parallel_size == 1:
         found.append("vocab_parallel_lm_head has no effect: tensor_parallel.autotp_size is 1; the head stays as it is")
     if not config.vocab_parallel_lm_head:

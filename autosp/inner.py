@@ -23,7 +23,9 @@ from .gradient_sums import JoinGradientSums
 _ATTENTION = ("aten::scaled_dot_product_attention", "autosp::block_attention", "autosp::ring_attention")
 
 
-def compile_local(graph: fx.GraphModule, examples: list[Any], config: AutoSPConfig) -> Callable[..., Any]:
+def compile_local(
+    graph: fx.GraphModule, examples: list[Any], config: AutoSPConfig, compiler: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """Compile the program of one rank.
 
     Args:
@@ -31,14 +33,15 @@ def compile_local(graph: fx.GraphModule, examples: list[Any], config: AutoSPConf
         examples: its inputs, as Dynamo gives them to a backend.
         config: ``inner_backend``, ``activation_memory_budget``, ``activation_offloading`` and
             ``overlap_communication`` are read.
+        compiler: takes the place of the inner backend, called as Inductor is where that is the inner backend.
     """
-    compiler: Callable[..., Any] = lookup_backend(config.inner_backend)
+    run: Callable[..., Any] = compiler or lookup_backend(config.inner_backend)
     if config.activation_memory_budget < 1:
         keep_attention(graph)
     with _partitioner_settings(config):
         if config.inner_backend != "inductor":
-            return compiler(graph, examples)
-        return compiler(graph, examples, config_patches=_inductor_settings(config))
+            return run(graph, examples)
+        return run(graph, examples, config_patches=_inductor_settings(config))
 
 
 def keep_attention(graph: fx.GraphModule) -> None:

@@ -141,7 +141,7 @@ def _clean() -> None:
 
 
 def _forget_compiled_code() -> None:
-    """Delete what Dynamo left in the globals of compiled functions' modules.
+    """Let go of what Dynamo left in the globals of compiled functions' modules; it deletes the names itself later.
 
     It keeps a compiled program alive, and with it the mesh and its groups: hundreds of gloo threads by the end of a
     run, each of which wakes up a hundred times a second.
@@ -149,7 +149,7 @@ def _forget_compiled_code() -> None:
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", {})
         for name in [name for name in namespace if name.startswith("__compiled_fn_")]:
-            del namespace[name]
+            namespace[name] = None
 
 
 def run_call(call: Call) -> Outcome:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pool import RankPool
 
 from autosp.bench import linear_loss, losses
 from autosp.cli.main import main
@@ -46,6 +47,33 @@ def test_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "device=cpu" in printed and "| 3 x 24 | float32 | jsd | autosp |" in printed
 
 
+def over_a_group_body(info, target):
+    losses._COPY_BYTES["cpu"] = 1 << 16
+    arguments = ["--shape", "3x24", "--dtype", "float32", "--repeats", "2", "--device", "cpu", "--json", target]
+    code = run("losses", "--tp", "2", *arguments, "--operator", "logprobs", "--operator", "jsd")
+    assert not torch.distributed.is_initialized()
+    return code
+
+
+def test_losses_over_a_group(ranks: RankPool, tmp_path: Path) -> None:
+    """Both ranks measure, under the variables that torchrun sets; one of them writes."""
+    target = tmp_path / "out.json"
+    assert ranks.run(over_a_group_body, str(target), process_group=False, timeout=60) == [0, 0]
+    rows = json.loads(target.read_text())["results"]
+    assert [row["operator"] for row in rows] == ["logprobs", "jsd"]
+    for row in rows:
+        assert row["tp"] == 2 and row["alone_ms"] > 0
+        assert row["ratio"] == pytest.approx(row["group_ms"] / row["alone_ms"])
+
+
+def group_size_body(info):
+    return run("losses", "--tp", "3", "--device", "cpu")
+
+
+def test_another_number_of_ranks_is_refused(ranks: RankPool) -> None:
+    assert ranks.run(group_size_body, process_group=False, timeout=60) == [2, 2]
+
+
 def test_losses_at_the_default_shape_of_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("losses", "--device", "cpu", "--operator", "entropy", "--peer", "none", "--repeats", "1") == 0
     printed = capsys.readouterr().out
@@ -66,7 +94,10 @@ def test_linear_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run("linear-loss", *arguments, *[part for name in names for part in ("--only", name)]) == 0
     written = json.loads(target.read_text())
     assert written["dtype"] == "float32" and [row["method"] for row in written["rows"]] == names
-    assert all(row["ms"] > 0 and row["ratio"] > 0 and row["extra_gib"] is None for row in written["rows"])
+    assert all(row["ms"] > 0 and row["extra_gib"] is None for row in written["rows"])
+    for row in written["rows"]:
+        assert row["over_gemms"] == pytest.approx(row["ms"] / row["gemms_ms"])
+        assert row["over_burst"] == pytest.approx(row["ms"] / row["burst_ms"])
     printed = capsys.readouterr().out
     assert all(f"| 16 x 8 x 50 | {name} |" in printed for name in names)
 
@@ -77,19 +108,19 @@ def test_linear_loss_at_the_default_shape_of_a_cpu(
     """Without the methods that compile: they need a C++ compiler and a minute."""
     seen: list[str] = []
 
-    def measured(name: str, function: object, gemms: int, x: linear_loss.Inputs, *rest: object) -> linear_loss.Row:
+    def measured(name: str, function: object, x: linear_loss.Inputs, *rest: object) -> linear_loss.Row:
         seen.append(name)
-        return linear_loss.Row(*x.hidden.shape, x.weight.shape[0], name, 1.0, 0.5, 2.0, 1.5, None)
+        return linear_loss.Row(*x.hidden.shape, x.weight.shape[0], name, 1.0, 0.5, 0.6, 2.0, 1.5, None)
 
     monkeypatch.setattr(linear_loss, "measure", measured)
-    monkeypatch.setattr(linear_loss, "gemm_rates", lambda *_: (1e12, 1e12))
+    monkeypatch.setattr(linear_loss, "burst_rate", lambda *_: 1e12)
     assert run("linear-loss", "--device", "cpu") == 0
     assert "autosp lean" in seen and not [name for name in seen if name.startswith("torch.compile")]
     assert "| 64 x 32 x 1000 | autosp lean |" in capsys.readouterr().out
 
 
 def test_picture(tmp_path: Path) -> None:
-    row = linear_loss.Row(16, 8, 50, "autosp fast", 1.0, 0.5, 2.0, 1.5, 0.25)
+    row = linear_loss.Row(16, 8, 50, "autosp fast", 1.0, 0.5, 0.6, 2.0, 1.5, 0.25)
     linear_loss.draw([row], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     row.extra_gib = None
@@ -102,10 +133,10 @@ def test_a_failing_peer_is_a_row_and_our_own_failure_is_not() -> None:
         raise RuntimeError("broken")
 
     inputs = linear_loss.Inputs.random(4, 8, 10, torch.device("cpu"), torch.float32)
-    row = linear_loss.measure("Peer", fails, 3, inputs, (1e12, 1e12), 1)
+    row = linear_loss.measure("Peer", fails, inputs, (0.5, 0.6), 1)
     assert row.ms is None and row.note == "RuntimeError: broken"
     with pytest.raises(RuntimeError, match="broken"):
-        linear_loss.measure("autosp fast", fails, 3, inputs, (1e12, 1e12), 1)
+        linear_loss.measure("autosp fast", fails, inputs, (0.5, 0.6), 1)
 
 
 CPU = ("--device", "cpu")
@@ -121,6 +152,8 @@ WRONG = {
     "a folder that is not there": (("losses", "--json", "no/such/file.json", *CPU), "in a folder that exists"),
     "a picture of a CPU": (("linear-loss", "--picture", "p.png", *CPU), "which only a GPU counts"),
     "a picture of no format": (("linear-loss", "--picture", "p.txt", *CPU), "allowed endings are .png"),
+    "ranks that nobody started": (("losses", "--tp", "2", *CPU), "torchrun --nproc-per-node 2 -m autosp.cli.main"),
+    "a peer over a group": (("losses", "--tp", "2", "--peer", "eager", *CPU), "--peer eager has no effect"),
     "an option": (("losses", "--shpae", "1x2"), "No such option: --shpae"),
 }
 
@@ -133,7 +166,7 @@ def test_mistakes_end_with_one_line(
         raise AssertionError("refused before anything is measured")
 
     monkeypatch.setattr(losses, "copy_bandwidth", unreachable)
-    monkeypatch.setattr(linear_loss, "gemm_rates", unreachable)
+    monkeypatch.setattr(linear_loss, "burst_rate", unreachable)
     arguments, message = WRONG[case]
     assert run(*arguments) == 2
     printed = capsys.readouterr().err.strip().splitlines()

@@ -12,6 +12,7 @@ import torch
 from autosp.cli import checkpoint, corpus, launch, loop, main, metrics, models, progress, settings, train, worker
 from autosp.cli.batches import Batches
 from autosp.errors import ConfigError, InputError, InternalError, RankMismatchError, UnsupportedGraphError
+from autosp.randomness import draws_in_training
 
 # --- text to tokens
 
@@ -242,9 +243,9 @@ def test_dropout_is_found_in_modules_and_in_the_configuration() -> None:
 
     sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     gpt2 = GPT2Config(vocab_size=16, n_embd=16, n_layer=1, n_head=2, n_positions=8)
-    assert models.has_dropout(AutoModelForCausalLM.from_config(gpt2))
-    assert models.has_dropout(AutoModelForCausalLM.from_config(LlamaConfig(**sizes, attention_dropout=0.1)))
-    assert not models.has_dropout(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)))
+    assert draws_in_training(AutoModelForCausalLM.from_config(gpt2))
+    assert draws_in_training(AutoModelForCausalLM.from_config(LlamaConfig(**sizes, attention_dropout=0.1)))
+    assert not draws_in_training(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)))
 
 
 # --- what stops a run

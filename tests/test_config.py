@@ -187,6 +187,7 @@ def test_vocabulary_settings_keep_their_deepspeed_names() -> None:
             {"tensor_parallel": {"vocab_parallel_lm_head": True}},
             "vocab_parallel_lm_head has no effect.*is 1",
         ),
+        ({"autosp": {"linear_cross_entropy_memory": "lean"}}, 'no effect: fuse_linear_cross_entropy is "never"'),
         ({"tensor_parallel": {"vocab_parallel_ce_backend": "liger"}}, "vocab_parallel_ce_backend: no effect without"),
         ({"tensor_parallel": {"vocab_parallel_embedding": True}}, "vocab_parallel_embedding: no effect without"),
         ({"compile": {"passes": ["autosp"]}}, "compile.passes has no effect in a DeepSpeed engine"),

@@ -43,9 +43,9 @@ def trace(function: Form, *inputs: torch.Tensor) -> fx.GraphModule:
     return make_fx(function, tracing_mode="fake", pre_dispatch=True)(*inputs)
 
 
-def fuse(gm: fx.GraphModule, mode: str = "auto") -> fx.GraphModule:
+def fuse(gm: fx.GraphModule, mode: str = "auto", memory: str = "auto") -> fx.GraphModule:
     fake_mode = next(iter(gm.graph.nodes)).meta["val"].fake_mode
-    fused = fuse_linear_cross_entropy_pass(gm, mode=mode, fake_mode=fake_mode)
+    fused = fuse_linear_cross_entropy_pass(gm, mode=mode, fake_mode=fake_mode, memory=memory)
     fused.graph.lint()
     return fused
 

@@ -211,5 +211,7 @@ def test_opcheck_of_the_small_operators():
         ops_direct.linear_cross_entropy_into, h, w, b, target, None, torch.zeros(w.shape), torch.tensor(0.5), -100, 0.0,
         0.0, 0.0, *TAIL, torch.float32, True, True, False, False, checks=forward_only,
     )  # fmt: skip
-    check(ops_direct.attach, torch.tensor(1.0), *leaves(h, w, b), h * 0, b * 0, torch.tensor(1.0), checks=CHECKS[:3])
+    promise = torch.tensor(1.0), torch.zeros(w.shape), True
+    check(ops_direct.attach, torch.tensor(1.0), *leaves(h, w, b), h * 0, b * 0, *promise, checks=CHECKS[:3])
+    check(ops_direct.check_promise, torch.zeros(w.shape), *promise[:1] * 2, False, checks=forward_only)
     check(ops_direct.as_promised, torch.tensor(1.0), torch.tensor(1.0), h * 0, checks=forward_only)

@@ -15,6 +15,7 @@ from autosp.custom_ops.linear_loss import (
     form_impl,
     linear_cross_entropy_sum,
     ops,
+    ops_direct,
     pair_impl,
     plan,
     stats_impl,
@@ -284,6 +285,22 @@ def test_a_broken_promise_is_refused():
     loss = fused(h, w, target, main_grad=torch.zeros(w.shape), main_grad_upstream=1.0)
     with pytest.raises(InputError, match="promised an upstream gradient of 1.0 .* brought 4.0"):
         (loss * 4).backward()
+
+
+def test_a_broken_promise_without_waiting_gives_nan(monkeypatch):
+    """What a GPU does; a CPU is told here that it is none."""
+    monkeypatch.setattr(ops_direct, "_is_free_to_read", lambda _: False)
+    for scale, broken in ((4.0, True), (1.0, False)):
+        h, w, b, target = problem(n=16, dtype=torch.float32)
+        main_grad = torch.zeros(w.shape)
+        (fused(h, w, target, b, main_grad=main_grad, main_grad_upstream=1.0) * scale).backward()
+        assert torch.isnan(h.grad).all() == torch.isnan(b.grad).all() == torch.isnan(main_grad[0, 0]) == broken
+        strict = fused(h, w, target, b, main_grad=main_grad, main_grad_upstream=1.0, strict=True) * scale
+        if broken:
+            with pytest.raises(InputError, match="promised an upstream gradient of 1.0 .* brought 4.0"):
+                strict.backward()
+        else:
+            strict.backward()
 
 
 def test_a_backward_twice_gives_the_same(monkeypatch):

@@ -103,7 +103,8 @@ def liger_functions() -> dict[str, Callable]:
     return {"cross_entropy": lambda x, _, t: liger_cross_entropy(x, t)}
 
 
-def _check_names(what: str, given: Sequence[str], allowed: Sequence[str]) -> None:
+def check_names(what: str, given: Sequence[str], allowed: Sequence[str]) -> None:
+    """Raise ConfigError for a name that is not allowed."""
     unknown = sorted(set(given) - set(allowed))
     if unknown:
         raise ConfigError(f"unknown {what} {unknown}; allowed are {list(allowed)}")
@@ -116,7 +117,7 @@ def implementations(peers: Sequence[str]) -> dict[str, dict[str, Callable]]:
         ConfigError: an unknown peer.
     """
     known = {"eager": eager_functions, "compile": eager_functions, "liger": liger_functions}
-    _check_names("peers", peers, PEERS)
+    check_names("peers", peers, PEERS)
     chosen = {"autosp": autosp_functions()}
     for peer in peers:
         functions = known[peer]()
@@ -229,9 +230,9 @@ def run(
     Raises:
         ConfigError: an unknown dtype, operator or peer; nothing is measured then.
     """
-    _check_names("operators", operators, tuple(PASSES))
-    _check_names("dtypes", dtypes, DTYPES)
-    _check_names("peers", peers, PEERS)
+    check_names("operators", operators, tuple(PASSES))
+    check_names("dtypes", dtypes, DTYPES)
+    check_names("peers", peers, PEERS)
     where = torch.device(device) if device else (torch.accelerator.current_accelerator() or torch.device("cpu"))
     bandwidth = copy_bandwidth(where)
     chosen = implementations(peers)

@@ -1,4 +1,4 @@
-"""``autosp bench``: time and memory of the losses beside the floor of the card and beside other ways.
+"""``autosp bench``: time and memory of losses and of a step, beside the floor of the card and other ways.
 
 torch and the measuring code are imported by a command when it runs, so that ``autosp --help`` stays quick.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autosp.cli import bench_step
 from autosp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,8 +25,11 @@ _CPU_LOSSES = ((64, 1000),)
 _CPU_LINEAR = ((64, 32, 1000),)
 
 app = typer.Typer(
-    no_args_is_help=True, help="Time and memory of the losses, beside the card's floor and other implementations."
+    no_args_is_help=True,
+    help="Time and memory of losses and of a training step, beside floors and other implementations.",
 )
+
+app.command("step", epilog="Example: autosp bench step --nproc 2 --lengths 16k,32k --json step.json")(bench_step.step)
 
 Device = Annotated[str, typer.Option(help='"cuda", or "cpu" for a smoke test at tiny shapes.')]
 Json = Annotated[Path | None, typer.Option("--json", help="Write device, versions and rows to this file.")]
@@ -56,18 +60,30 @@ def losses(
             help='eager, compile, liger or "none"; may be repeated. Default: all that are importable (eager on a CPU).'
         ),
     ] = None,
+    tp: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Over a group of that many ranks, each with a whole shape, beside the same shard without a group: "
+            "torchrun --nproc-per-node 2 -m autosp.cli.main bench losses --tp 2.",
+        ),
+    ] = 1,
     device: Device = "cuda",
     repeats: Repeats = 10,
     json_file: Json = None,
     debug: Debug = False,
 ) -> None:
     """Losses over logits: forward + backward against the bytes that they cannot avoid to move."""
-    where = _device(device)
-    _check_target(json_file, "--json")
+    where = check_device(device)
+    check_target(json_file, "--json")
     shapes = [_sizes(text, ("ROWS", "VOCABULARY")) for text in shape or ()]
     from autosp.bench import losses as measuring
 
     on_cpu = where.type == "cpu"
+    if tp > 1:
+        _losses_over_a_group(shapes or (_CPU_LOSSES if on_cpu else measuring.SHAPES[:1]), dtype, operator, peer, tp,
+                             device, repeats, json_file)  # fmt: skip
+        return
     peers = [] if peer == ["none"] else peer or (["eager"] if on_cpu else list(measuring.PEERS))
     rows = measuring.run(
         shapes or (_CPU_LOSSES if on_cpu else measuring.SHAPES),
@@ -81,6 +97,31 @@ def losses(
     print(" ".join(f"{key}={value}" for key, value in about.items()))
     print(measuring.table(rows))
     _write(json_file, {"environment": about, "results": rows})
+
+
+def _losses_over_a_group(
+    shapes: Sequence[tuple[int, int]], dtype: list[str] | None, operator: list[str] | None, peer: list[str] | None,
+    tp: int, device: str, repeats: int, json_file: Path | None,
+) -> None:  # fmt: skip
+    """``losses --tp``: this process is one rank; rank 0 prints."""
+    from autosp.bench import losses, losses_tp
+
+    if peer not in (None, ["none"]):
+        raise ConfigError(
+            f"--tp measures autosp with and without a group; --peer {' --peer '.join(peer)} has no effect"
+        )
+    losses_tp.check_world(tp)
+    with losses_tp.tensor_parallel_group(device) as where:
+        import torch.distributed as dist
+
+        first = dist.get_rank() == 0
+        operators = operator or tuple(losses.PASSES)
+        rows = losses_tp.run(shapes, dtype or losses.DTYPES[:2], operators, where, repeats)
+        if first:
+            about = losses.environment(device)
+            print(" ".join(f"{key}={value}" for key, value in about.items()))
+            print(losses_tp.table(rows))
+            _write(json_file, {"environment": about, "results": rows})
 
 
 @app.command(
@@ -110,10 +151,10 @@ def linear_loss(
     debug: Debug = False,
 ) -> None:
     """The LM head with its loss: forward + backward against the GEMMs that it cannot avoid."""
-    where = _device(device)
+    where = check_device(device)
     on_cpu = where.type == "cpu"
-    _check_target(json_file, "--json")
-    _check_target(picture, "--picture", (".png", ".svg", ".pdf"))
+    check_target(json_file, "--json")
+    check_target(picture, "--picture", (".png", ".svg", ".pdf"))
     if picture is not None and on_cpu:
         raise ConfigError("--picture draws memory figures, which only a GPU counts; leave out --device cpu")
     shapes = [_sizes(text, ("TOKENS", "HIDDEN", "VOCABULARY")) for text in shape or ()]
@@ -141,7 +182,8 @@ def linear_loss(
         measuring.draw(rows, picture)
 
 
-def _device(name: str) -> torch.device:
+def check_device(name: str) -> torch.device:
+    """The device that --device names, or a ConfigError where there is none."""
     if name not in ("cuda", "cpu"):
         raise ConfigError(f'--device is {name!r}; allowed are "cuda" and "cpu"')
     import torch
@@ -162,7 +204,7 @@ def _sizes(text: str, names: Sequence[str]) -> tuple[Any, ...]:
     return tuple(map(int, parts))
 
 
-def _check_target(path: Path | None, option: str, suffixes: Sequence[str] = ()) -> None:
+def check_target(path: Path | None, option: str, suffixes: Sequence[str] = ()) -> None:
     """Refuse a file that could not be written, before minutes of measuring."""
     if path is None:
         return

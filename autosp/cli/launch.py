@@ -32,20 +32,33 @@ def launch(settings: TrainSettings) -> int:
         0 when all ranks are done; 2 when a rank found a mistake that the user can mend; 130 after Ctrl-C (the ranks
         have saved); 1 when a rank failed or was killed. The others are ended by then, and one message says why.
     """
+    settings_file = Path(settings.out, "run.json")
+    failures, number = run_ranks("autosp.cli.rank", str(settings_file), nproc=settings.nproc, debug=settings.debug)
+    if number is not None:
+        return _report_signal(settings, number)
+    return _report_failure(settings, failures) if failures else 0
+
+
+def run_ranks(module: str, argument: str, *, nproc: int, debug: bool) -> tuple[dict[int, Any], int | None]:
+    """Run ``python -m module argument`` as each of ``nproc`` ranks of this machine, and wait for them.
+
+    Returns:
+        elastic's failures by rank (empty when all are done), and the number of the signal that ended the launcher or
+        None. In either case every rank has ended.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if not settings.debug:
+    if not debug:
         _silence_elastic()
-    _set_environment(settings)
-    settings_file = Path(settings.out, "run.json")
+    _set_environment(nproc)
     with tempfile.TemporaryDirectory(prefix="autosp-") as logs:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=settings.nproc,
-            run_id=Path(settings.out).name,
+            nproc_per_node=nproc,
+            run_id=Path(logs).name,
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",
             local_addr="127.0.0.1",
@@ -53,12 +66,12 @@ def launch(settings: TrainSettings) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         try:
-            elastic_launch(config, sys.executable)("-u", "-m", "autosp.cli.rank", str(settings_file))
+            elastic_launch(config, sys.executable)("-u", "-m", module, argument)
         except ChildFailedError as error:
-            return _report_failure(settings, error.failures)
+            return error.failures, None
         except SignalException as error:
-            return _report_signal(settings, error.sigval)
-    return 0
+            return {}, error.sigval
+    return {}, None
 
 
 def _silence_elastic() -> None:
@@ -71,9 +84,9 @@ def _silence_elastic() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _set_environment(settings: TrainSettings) -> None:
+def _set_environment(nproc: int) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     # read when tqdm is imported, thus before any rank is
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVING_SECONDS)
@@ -86,7 +99,7 @@ def _set_environment(settings: TrainSettings) -> None:
 def _report_failure(settings: TrainSettings, failures: dict[int, Any]) -> int:
     rank, failure = root_cause(failures)
     if failure.exitcode == 2:
-        print(f"autosp: error: {_message(failure)}", file=sys.stderr)
+        print(f"autosp: error: {failure_message(failure)}", file=sys.stderr)
         return 2
     if failure.exitcode == EXIT_INTERRUPTED:
         return _report_signal(settings, signal.SIGINT)
@@ -95,7 +108,7 @@ def _report_failure(settings: TrainSettings, failures: dict[int, Any]) -> int:
         hint = " (often the system's answer to too little memory)" if name == "SIGKILL" else ""
         what = f"was killed by {name}{hint}"
     else:
-        what = f"failed: {_message(failure)}"
+        what = f"failed: {failure_message(failure)}"
     trace = Path(settings.out, f"error-rank{rank}.txt")
     more = f"; traceback in {trace}" if trace.exists() and failure.exitcode > 0 else ""
     print(f"autosp: error: rank {rank} {what}; the other ranks were stopped{more}", file=sys.stderr)
@@ -117,7 +130,7 @@ def root_cause(failures: dict[int, Any]) -> tuple[int, Any]:
             order = 0
         elif failure.exitcode == 2:
             order = 1
-        elif failure.exitcode > 0 and not is_broken_connection(_message(failure)):
+        elif failure.exitcode > 0 and not is_broken_connection(failure_message(failure)):
             order = 2
         else:
             order = 3 if failure.exitcode > 0 else 4
@@ -131,7 +144,8 @@ def is_broken_connection(message: str) -> bool:
     return any(part in message for part in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
 
 
-def _message(failure: Any) -> str:
+def failure_message(failure: Any) -> str:
+    """What a rank said when it failed, as one line."""
     # elastic gives a string for a signal, and what the rank recorded, a dictionary, for an exception
     recorded = failure.message
     text = " ".join(str(recorded.get("message") if isinstance(recorded, dict) else recorded).split())

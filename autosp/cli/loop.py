@@ -15,11 +15,11 @@ import torch
 
 from autosp.cli.batches import Batches
 from autosp.cli.checkpoint import Position
-from autosp.cli.models import has_dropout
 from autosp.cli.parallel import Parallel
 from autosp.cli.progress import StepReport
 from autosp.cli.settings import TrainSettings
 from autosp.errors import InputError, InternalError
+from autosp.randomness import draws_in_training
 
 # The same sums in another order: far above what rounding does to a mean over a sequence, far below any real mistake.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
@@ -97,7 +97,7 @@ class Trainer:
         training = self.model.training
         try:
             with torch.no_grad():
-                self.model.train(training and not has_dropout(self.model))
+                self.model.train(training and not draws_in_training(self.model))
                 return float(self._loss(self.model, self.batch(0)))
         except torch.OutOfMemoryError:
             return None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from autosp.cli import bench, train
+from autosp.cli import bench, check, env, explain, plan, train
 from autosp.errors import AutoSPError
 
 EXIT_USER_ERROR = 2
@@ -21,12 +21,18 @@ EXIT_INTERRUPTED = 130
 app = typer.Typer(
     name="autosp",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     help="Sequence parallelism for unmodified PyTorch models.",
 )
 
-app.command("train")(train.train)
+app.command("train", epilog="Example: autosp train --data notes.md --seq-len 4k")(train.train)
+app.command("check", epilog="Example: autosp check path/to/config.json --lengths 64,65")(check.check)
+app.command("explain", epilog="Example: autosp explain path/to/config.json --sp 4 --html report.html")(explain.explain)
+app.command(
+    "plan", epilog="Example: autosp plan path/to/config.json --gpus 8 --memory 80GiB --seq-len 1M --picture plan.png"
+)(plan.plan)
+app.command("env", epilog="Example: autosp env --json")(env.env)
 app.add_typer(bench.app, name="bench")
 
 
@@ -43,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: arguments without the program's name; ``None`` takes ``sys.argv``.
 
     Raises:
-        SystemExit: always; 0 done, 1 a rank failed, 2 a mistake that the user can mend, 130 interrupted.
+        SystemExit: always; 0 done, 1 a rank failed or a check found a difference, 2 a
+            mistake that the user can mend, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -158,17 +157,3 @@ def check_length(model_config: Any, seq_len: int) -> None:
         raise InputError(
             f"--seq-len {seq_len}: this model has a table of {longest} positions; choose at most {longest}"
         )
-
-
-def has_dropout(model: Any) -> bool:
-    """Whether the model draws random numbers in training, so that two runs of one batch differ."""
-    import torch
-
-    if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()):
-        return True
-    values = json.loads(model.config.to_json_string(use_diff=False))
-    return any(isinstance(value, float) and value > 0 for key, value in values.items() if _names_dropout(key))
-
-
-def _names_dropout(key: str) -> bool:
-    return "dropout" in key or key.endswith("pdrop")

@@ -24,6 +24,7 @@ from autosp.cli.parallel import Parallel, start
 from autosp.cli.progress import Silent, reporter
 from autosp.cli.settings import TrainSettings
 from autosp.errors import AutoSPError, ConfigError, InputError, InternalError, RankMismatchError
+from autosp.randomness import draws_in_training
 
 _LAST = 10
 
@@ -53,7 +54,7 @@ def run(settings: TrainSettings) -> None:
     """
     stop = StopRequest()
     stop.install()
-    _quiet_libraries()
+    quiet_libraries()
     speaks = reporter(os.environ.get("RANK") == "0")
     with speaks.stage(f"Joining a group of {os.environ['WORLD_SIZE']}"):
         parallel = start(settings.config, device=settings.device)
@@ -187,7 +188,7 @@ def _first_step(trainer: Trainer, speaks: Silent, rng: dict[str, Any]) -> dict[s
             speaks.line("not compared with one process: the whole sequence does not fit into its memory")
 
     check_in_step = None
-    if reference is not None and models.has_dropout(trainer.model):
+    if reference is not None and draws_in_training(trainer.model):
         with speaks.stage("Computing the loss over the ranks, dropout off"):
             loss = trainer.evaluated_loss()
         speaks.line(trainer.compare(reference, loss))
@@ -255,7 +256,7 @@ def _finish(settings: TrainSettings, trainer: Trainer, speaks: Silent, stopped: 
     speaks.line(f"Go on with:  autosp train --resume {shlex.quote(str(out))}{more}")
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Keep the progress bars and hints of libraries out of the run's own; nothing is fetched from a network."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..layout.nodes import argument, is_barred
 from ..layout.placement import known_equal
+from ..location import user_location
 
 aten = torch.ops.aten
+log = logging.getLogger("autosp")
+
+FUSION = "autosp_fusion"
+"""``node.meta`` key of a cross entropy (or of what replaced it): what became of it, in words."""
 
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _CASTS = (
@@ -22,6 +29,7 @@ _CASTS = (
     aten.contiguous.default,
     aten.clone.default,
 )
+_META = ("val", "stack_trace", "recompute", "ac_graph_id")
 
 
 @dataclass
@@ -35,84 +43,105 @@ class _Match:
     returned: bool
 
 
-def fuse_linear_cross_entropy_pass(gm: fx.GraphModule, *, mode: str, fake_mode: Any) -> fx.GraphModule:
+class _Unfit(Exception):
+    """The loss is of another form; the message says why, for the compile report."""
+
+
+def fuse_linear_cross_entropy_pass(
+    gm: fx.GraphModule, *, mode: str, fake_mode: Any, memory: str = "auto", vocabulary_mode: str | None = None
+) -> fx.GraphModule:
     """Rewrites: ``cross_entropy(view(float(slice(linear(h, W)))), t)`` -> ``linear_cross_entropy_loss(view(slice(h)),
     W, t)``.
 
     What lies between the two may cast, drop or merge rows and cap the logits softly; it moves to the hidden states.
+
+    ``memory`` is what the fused operator may hold: "fast", "lean" or "auto". What became of each cross entropy, and why
+    one stayed, is logged (level INFO) and kept in ``node.meta["autosp_fusion"]``. ``vocabulary_mode`` is the mode of
+    heads that are sharded over the vocabulary; ``mode`` where it is None.
 
     Requires: a captured graph, the fused operator registered.
     Ensures: the logits of a fused loss are not made. With ``mode="always"`` logits that the model only returns are
     None in its output; with ``"auto"`` logits that are returned keep the loss unfused; ``"never"`` changes nothing.
     Refuses: nothing; a loss of another form (class weights, soft targets, per-token losses) stays as it is.
     """
-    if mode == "never":
+    modes = {aten.linear.default: mode, _vocab_linear(): vocabulary_mode or mode}
+    if set(modes.values()) == {"never"}:
         return gm
-    matches = [m for n in gm.graph.nodes if (m := _match(n)) is not None and (mode == "always" or not m.returned)]
+    losses = [node for node in gm.graph.nodes if node.target is aten.cross_entropy_loss.default]
+    matches = [match for loss in losses if (match := _fitting(loss, modes)) is not None]
     for match in matches:
-        _fuse(gm, match, fake_mode)
+        _fuse(gm, match, fake_mode, memory)
     if matches:
         gm.graph.eliminate_dead_code()
         gm.recompile()
     return gm
 
 
-def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+def _vocab_linear() -> Any:
+    return torch.ops.autosp.vocab_linear.default
 
 
-def _match(loss: fx.Node) -> _Match | None:
-    if loss.target is not aten.cross_entropy_loss.default:
-        return None
+def _fitting(loss: fx.Node, modes: dict[Any, str]) -> _Match | None:
+    """The match of a loss that is to be fused; what becomes of it goes to its ``meta`` and to the log."""
+    try:
+        match: _Match | None = _match(loss)
+        mode = "never" if match is None else modes[match.linear.target]
+        if mode == "never":
+            return None
+        if match is not None and match.returned and mode != "always":
+            raise _Unfit(f'the model returns its logits ("{mode}" leaves them; "always" gives None for them)')
+        said = "fused with its LM head; " + (
+            "the returned logits are None" if match is not None and match.returned else "the logits are not made"
+        )
+    except _Unfit as reason:
+        match, said = None, f"not fused with its LM head: {reason}"
+    loss.meta[FUSION] = said
+    log.info("cross entropy %s: %s", user_location(loss) or loss.name, said)
+    return match
+
+
+def _match(loss: fx.Node) -> _Match:
     logits, target = loss.args[0], loss.args[1]
-    if _argument(loss, 2, "weight", None) is not None or _argument(loss, 3, "reduction", 1) not in (1, 2):
-        return None
-    if logits.meta["val"].dim() != 2 or target.meta["val"].dtype.is_floating_point:
-        return None
+    if argument(loss, 2, "weight", None) is not None:
+        raise _Unfit("it has class weights")
+    if argument(loss, 3, "reduction", 1) not in (1, 2):
+        raise _Unfit("it gives a loss a token")
+    if target.meta["val"].dtype.is_floating_point:
+        raise _Unfit("its targets are probabilities")
+    if logits.meta["val"].dim() != 2:
+        raise _Unfit("its logits are not [tokens, classes]")
     rows: list[fx.Node] = []
     softcap, node, user = 0.0, logits, loss
     returned = False
-    while node.target is not aten.linear.default:
-        returned |= any(u.op == "output" for u in node.users)
-        if any(u is not user and u.op != "output" and not _is_size(u) for u in node.users):
-            return None
+    while node.target not in (aten.linear.default, _vocab_linear()):
+        returned |= _check_users(node, user)
         cap = _softcap(node)
         if cap is not None:
             if softcap or rows and any(r.target in _VIEWS for r in rows) and node.meta["val"].dim() < 2:
-                return None
+                raise _Unfit("its logits are capped more than once")
             (softcap, node), user = cap, _innermost(node)
             continue
         if node.target in _VIEWS or node.target is aten.slice.Tensor:
             if not _keeps_classes(node):
-                return None
+                raise _Unfit(f"{node.target} changes the classes")
             rows.append(node)
         elif not (node.target in _CASTS and node.meta["val"].dtype.is_floating_point):
-            return None
+            raise _Unfit(f"{node.target} is no linear layer and may not lie between one and the loss")
         node, user = node.args[0], node
         if not isinstance(node, fx.Node) or node.op != "call_function":
-            return None
-    returned |= any(u.op == "output" for u in node.users)
-    if any(u is not user and u.op != "output" and not _is_size(u) for u in node.users):
-        return None
-    if _is_barred(node, loss):
-        return None
+            raise _Unfit("its logits are an input of the graph")
+    returned |= _check_users(node, user)
+    if is_barred(node, loss):
+        raise _Unfit("a write, or the border of a no_grad or autocast region, lies between the head and the loss")
     return _Match(loss, node, rows[::-1], softcap, returned)
 
 
-def _is_barred(linear: fx.Node, loss: fx.Node) -> bool:
-    """A write, or the border of a region (no_grad, autocast), lies between: the head must be computed where it
-    stands.
-    """
-    node = linear.next
-    while node is not loss:
-        if node.op == "call_function":
-            is_operator = isinstance(node.target, torch._ops.OpOverload)
-            if is_operator and node.target._schema.is_mutable:
-                return True
-            if not is_operator and node.meta.get("val") is None:
-                return True
-        node = node.next
-    return False
+def _check_users(node: fx.Node, user: fx.Node) -> bool:
+    """Whether the value is returned; nothing else but ``user`` may read it."""
+    for other in node.users:
+        if other is not user and other.op != "output" and not _is_size(other):
+            raise _Unfit(f"{other.target} uses its logits too")
+    return any(other.op == "output" for other in node.users)
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -146,26 +175,29 @@ def _keeps_classes(node: fx.Node) -> bool:
     return known_equal(source[-1], result[-1])
 
 
-def _fuse(gm: fx.GraphModule, match: _Match, fake_mode: Any) -> None:
+def _fuse(gm: fx.GraphModule, match: _Match, fake_mode: Any, memory: str) -> None:
     loss, linear = match.loss, match.linear
     hidden = linear.args[0]
     with gm.graph.inserting_before(loss):
         for row in match.rows:
             hidden = _on_hidden(gm, row, hidden, fake_mode)
-        weight, bias = linear.args[1], _argument(linear, 2, "bias", None)
+        weight, bias = linear.args[1], argument(linear, 2, "bias", None)
         args = (
             hidden,
             weight,
             bias,
             loss.args[1],
-            _argument(loss, 3, "reduction", 1),
-            _argument(loss, 4, "ignore_index", -100),
-            float(_argument(loss, 5, "label_smoothing", 0.0)),
+            argument(loss, 3, "reduction", 1),
+            argument(loss, 4, "ignore_index", -100),
+            float(argument(loss, 5, "label_smoothing", 0.0)),
             match.softcap,
             loss.meta["val"].dtype,
         )
-        fused = gm.graph.call_function(torch.ops.autosp.linear_cross_entropy_loss.default, args)
-    fused.meta.update({k: v for k, v in loss.meta.items() if k in ("val", "stack_trace", "recompute", "ac_graph_id")})
+        options: dict[str, Any] = {} if memory == "auto" else {"memory": memory}
+        if linear.target is _vocab_linear():
+            options["size"], options["group"] = linear.args[3:]
+        fused = gm.graph.call_function(torch.ops.autosp.linear_cross_entropy_loss.default, args, options)
+    fused.meta.update({k: loss.meta[k] for k in (*_META, FUSION) if k in loss.meta})
     loss.replace_all_uses_with(fused)
     if match.returned:
         _return_none(gm, match)

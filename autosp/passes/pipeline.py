@@ -22,6 +22,7 @@ from .align_convolutions import align_convolutions_pass
 from .express_masks import express_masks_pass
 from .functionalize_inplace import functional_form, functionalize_inplace_pass
 from .fuse_linear_cross_entropy import fuse_linear_cross_entropy_pass
+from .fuse_vocabulary import fuse_vocabulary_pass, has_vocabulary_head
 from .localize import localize_graph
 from .move_slices_up import move_slices_up_pass
 from .peel_repeat_kv import peel_repeat_kv_pass
@@ -45,11 +46,21 @@ class Work:
     fake_mode: Any
     fuse_linear_cross_entropy: str = "never"
     token_tiles: int = 1
+    linear_cross_entropy_memory: str = "auto"
+    vocabulary: Axis | None = None
+    """The axis of a vocabulary-parallel head; None without one."""
+    fuse_vocabulary_head: bool = False
+    """Such a head and its loss become one operator, whatever `fuse_linear_cross_entropy` says of other heads."""
+    vocabulary_specs: list[OutputSpec] = field(default_factory=list)
     local_inputs: Sequence[Any] = ()
     specs: list[OutputSpec] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
     gathered: list[Gathered] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    annotated: fx.GraphModule | None = None
+    """The whole program with its layouts, which ``localize`` turns into the program of one rank."""
+    observe: Callable[[str, Work], None] = lambda name, work: None
+    """Told "captured" before the first pass and the name of each pass after it; must not change a thing."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +100,37 @@ def _align_convolutions(work: Work) -> None:
 
 def _fuse_linear_cross_entropy(work: Work) -> None:
     work.graph = fuse_linear_cross_entropy_pass(
-        work.graph, mode=work.fuse_linear_cross_entropy, fake_mode=work.fake_mode
+        work.graph,
+        mode=work.fuse_linear_cross_entropy,
+        fake_mode=work.fake_mode,
+        memory=work.linear_cross_entropy_memory,
+        vocabulary_mode="always" if work.fuse_vocabulary_head else None,
     )
 
 
 def _infer(work: Work) -> None:
+    if work.axis.size == 1:
+        return
     work.gathered = infer_layouts(work.graph, axis=work.axis, sources=work.sources, unsupported=work.unsupported)
 
 
 def _move_slices_up(work: Work) -> None:
+    if work.axis.size == 1:
+        return
     work.graph = move_slices_up_pass(work.graph)
 
 
 def _tile_tokens(work: Work) -> None:
+    if work.axis.size == 1:
+        return
     work.graph = tile_tokens_pass(work.graph, tiles=work.token_tiles)
 
 
 def _localize(work: Work) -> None:
+    work.annotated = work.graph
+    if work.axis.size == 1:
+        work.specs = [OutputSpec() for _ in work.graph.graph.output_node().args[0]]
+        return
     work.graph, work.specs = localize_graph(
         work.graph,
         work.local_inputs,
@@ -116,8 +141,31 @@ def _localize(work: Work) -> None:
     )
 
 
+def _fuse_vocabulary(work: Work) -> None:
+    if work.vocabulary is not None:
+        work.graph = fuse_vocabulary_pass(work.graph, fake_mode=work.fake_mode)
+
+
+def _infer_vocabulary(work: Work) -> None:
+    if work.vocabulary is not None and has_vocabulary_head(work.graph):
+        gathered = infer_layouts(work.graph, axis=work.vocabulary, sources={}, unsupported=work.unsupported)
+        work.gathered = [*work.gathered, *gathered]
+
+
+def _localize_vocabulary(work: Work) -> None:
+    if work.vocabulary is not None and has_vocabulary_head(work.graph):
+        work.graph, work.vocabulary_specs = localize_graph(
+            work.graph,
+            work.local_inputs,
+            axis=work.vocabulary,
+            parameters=frozenset(),
+            outputs=work.outputs,
+            fake_mode=work.fake_mode,
+        )
+
+
 def _verify(work: Work) -> None:
-    work.graph = verify_local_graph_pass(work.graph, axis=work.axis)
+    work.graph = verify_local_graph_pass(work.graph, axis=work.axis, vocabulary=work.vocabulary)
     work.collectives = collective_list(work.graph)
 
 
@@ -163,8 +211,36 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     _pass("tile_tokens", _tile_tokens, ["layouts"], ["tiled"], "an MLP's wide values need not exist for all tokens"),
     _pass("localize", _localize, ["layouts"], ["local"], "the program of one rank, collectives included"),
-    _pass("verify", _verify, ["local"], ["verified"], "what a wrong rule would break is checked before it runs"),
+    _pass(
+        "fuse_vocabulary",
+        _fuse_vocabulary,
+        ["local"],
+        ["fused"],
+        "written-out formulas over a sharded vocabulary read its logits once",
+    ),
+    _pass(
+        "infer_vocabulary",
+        _infer_vocabulary,
+        ["local", "fused"],
+        ["vocabulary_layouts"],
+        "the second axis: the same inference on the program of one rank, from its LM head on",
+    ),
+    _pass(
+        "localize_vocabulary",
+        _localize_vocabulary,
+        ["vocabulary_layouts"],
+        ["vocabulary_local"],
+        "this rank's part of the vocabulary, collectives included",
+    ),
+    _pass(
+        "verify", _verify, ["vocabulary_local"], ["verified"], "what a wrong rule would break is checked before it runs"
+    ),
 )
+
+ALONE: tuple[Pass, ...] = tuple(
+    entry for entry in PIPELINE if entry.name in ("functionalize_inplace", "fuse_linear_cross_entropy")
+)
+"""What a rank without a sequence group runs: the tokens are whole, and only the LM head is fused into its loss."""
 
 
 def check_order(passes: Sequence[Pass], start: Sequence[str] = ("captured",)) -> None:
@@ -180,9 +256,11 @@ def check_order(passes: Sequence[Pass], start: Sequence[str] = ("captured",)) ->
 def run_pipeline(work: Work, passes: Sequence[Pass] = PIPELINE) -> Work:
     """Run the passes in order on ``work``; each one's seconds are kept."""
     check_order(passes)
+    work.observe("captured", work)
     for entry in passes:
         start = time.perf_counter()
         entry.run(work)
         work.graph.graph.lint()
         work.seconds[entry.name] = time.perf_counter() - start
+        work.observe(entry.name, work)
     return work

@@ -93,8 +93,10 @@ def vocab_parallel_linear_cross_entropy(
             ``weight.grad`` stays ``None``.
         main_grad_upstream: the number that the backward will bring for this loss (loss scale over accumulation steps).
             With it the gradient is added to ``main_grad`` in the *forward*: three GEMMs and no fp32 buffer; every such
-            forward must then see one backward, which checks the number.
-        strict: raise for a target outside the vocabulary (one host synchronisation); otherwise its loss is NaN.
+            forward must then see one backward, which checks the number: another one is an error on a CPU or with
+            ``strict``, and otherwise gives NaN gradients, the first element of ``main_grad`` among them.
+        strict: raise for a target outside the vocabulary, or another upstream number than the promised one (a host
+            synchronisation each); otherwise the loss, or the gradient, is NaN.
         debug: compare ``hidden`` across the ranks of ``tp_group`` and raise when it differs.
 
     Returns:
@@ -219,7 +221,8 @@ def _direct(given: Head, loss, ignore_index, reduction, sp, buffer, upstream: fl
     if sp:
         total = ops.sum_over(total.double(), sp).to(total.dtype)
     value = total if reduction == "sum" else mean_of(total, count)
-    return ops_direct.attach(value, given.hidden, given.weight, given.bias, dh, db, promised)
+    sides = (given.hidden, given.weight, given.bias)
+    return ops_direct.attach(value, *sides, dh, db, promised, buffer, given.strict)
 
 
 def linear_cross_entropy_sum(

@@ -91,7 +91,7 @@ class _Run:
         self.head = Head.of(weight, bias, self.shards.local, options.dtype)
         two = self.head.logits_dtype != options.dtype
         width = torch.empty((), dtype=self.head.logits_dtype).element_size() + (2 if two else 0)
-        budget = plan.chunk_budget(weight, needs[1], main_grad is not None)
+        budget = plan.chunk_budget(weight, needs[1], main_grad is not None, alone)
         sizes = self.shards.largest, self.shards.total
         self.step = plan.chunk_rows(options.chunk_size, early, *sizes, width, budget)
         self._raw = Scratch(self.step, self.shards.local, self.head.logits_dtype, hidden.device)
@@ -174,13 +174,15 @@ class _Gradients:
         if needs[2]:
             self.db = torch.zeros(bias.shape, device=device, dtype=self.wide)
         self.empty = True
+        # Nothing is added to a chunk's hidden gradient before it is narrowed: the GEMM may do it.
+        self.alone = groups.group_size(options.tp) == 1
         self.pending: tuple[torch.Tensor, int, int] | None = None
 
     def add(self, grad: torch.Tensor, h: torch.Tensor, head: Head, first: int, last: int) -> None:
         local = head.weight.shape[0]
         if self.dh is not None:
             self._settle()
-            if self.dh.dtype == self.wide:
+            if self.dh.dtype == self.wide or self.alone:
                 part = self.dh[first:last]
             else:
                 part = torch.empty(last - first, h.shape[1], device=h.device, dtype=self.wide)
@@ -203,7 +205,7 @@ class _Gradients:
             return
         part, first, last = self.pending
         part = groups.finish(part)
-        if self.dh.dtype != self.wide:
+        if part.dtype != self.dh.dtype:
             self.dh[first:last] = part
         self.pending = None
 

@@ -15,8 +15,12 @@ import triton.language as tl
 if TYPE_CHECKING:
     from .rows import Coefficients
 
-STATISTICS_BLOCK = 4096
-STATISTICS_WARPS = 4
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+# Tiles of the statistics by bytes of a logit: what the row statistics of sharded logits were found to like best.
+STATISTICS = {
+    2: dict(DEPTH=4, LANES=1024, STAGES=3, num_warps=4),
+    4: dict(DEPTH=8, LANES=1024, STAGES=1, num_warps=8),
+}
 GRADIENT_BLOCK = 4096
 SCALE_BLOCK = 4096
 
@@ -30,48 +34,82 @@ def _tanh(x):
 
 
 @triton.jit
+def _effective(x, mask, softcap, inverse, HAS_CAP: tl.constexpr, HAS_T: tl.constexpr):
+    """Raw logits to the logits that count, -inf where ``mask`` is false."""
+    x = x.to(tl.float32)
+    if HAS_CAP:
+        x = softcap * _tanh(x / softcap)
+    if HAS_T:
+        x = x * inverse
+    return tl.where(mask, x, float("-inf"))
+
+
+@triton.jit
+def _gather_tile(x, mask, top, total, weighted, centred, count, WEIGHTED: tl.constexpr, CENTRED: tl.constexpr):
+    """Add a tile ``[DEPTH, LANES]`` to the statistics that each lane keeps."""
+    new_top = tl.maximum(top, tl.max(x, 0))
+    d = x - new_top[None, :]
+    e = tl.exp(d)
+    shift = top - new_top
+    scale = tl.exp(shift)
+    if WEIGHTED:
+        # A weight of zero belongs to a difference of -inf or close to it: bounded, their product is 0 and not NaN.
+        carried = tl.where(scale == 0.0, 0.0, weighted + total * shift)
+        weighted = scale * carried + tl.sum(e * tl.maximum(d, LOWEST), 0)
+    if CENTRED:
+        moved = centred + tl.where(count == 0.0, 0.0, count * shift)
+        centred = moved + tl.sum(tl.where(mask, d, 0.0), 0)
+        count += tl.sum(mask.to(tl.float32), 0)
+    total = scale * total + tl.sum(e, 0)
+    return new_top, total, weighted, centred, count
+
+
+@triton.jit
 def _statistics_kernel(
     x_ptr, out_ptr, inverse_ptr, target_ptr, picked_ptr, rows, cols, stride, softcap, column, seen,
     HAS_CAP: tl.constexpr, HAS_T: tl.constexpr, WEIGHTED: tl.constexpr, CENTRED: tl.constexpr, PICK: tl.constexpr,
-    CARRY: tl.constexpr, BLOCK: tl.constexpr,
+    CARRY: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = x_ptr + row * stride
     inverse = 1.0
     if HAS_T:
         inverse = tl.load(inverse_ptr + row)
-    top = float("-inf")
-    # Sums stay one a lane until the end: only the maximum is reduced across the program in the loop.
-    total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)
-    centred = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, cols, BLOCK):
-        offsets = first + tl.arange(0, BLOCK)
-        mask = offsets < cols
-        x = tl.load(base + offsets, mask=mask, other=float("-inf")).to(tl.float32)
-        if HAS_CAP:
-            x = tl.where(mask, softcap * _tanh(x / softcap), float("-inf"))
-        if HAS_T:
-            x = x * inverse
-        new_top = tl.maximum(top, tl.max(x, 0))
-        centre = tl.where(new_top == float("-inf"), 0.0, new_top)
-        x = x - centre
-        e = tl.exp(x)
-        # Nothing but -inf so far: the sums are zero and stay so.
-        shift = tl.where(top == float("-inf"), 0.0, top - centre)
-        scale = tl.exp(shift)
-        if WEIGHTED:
-            carried = tl.where(scale == 0.0, 0.0, weighted + total * shift)
-            weighted = scale * carried + tl.where(e > 0.0, e * x, 0.0)
-        if CENTRED:
-            # A whole row of -inf before this block has the sum -inf, and keeps it.
-            moved = tl.where(first == 0, 0.0, centred + (first // BLOCK) * (top - centre))
-            centred = moved + tl.where(mask, x, 0.0)
-        total = scale * total + e
-        top = new_top
-    s = tl.sum(total, 0)
-    w = tl.sum(weighted, 0)
-    z = tl.sum(centred, 0)
+    # Every lane has a maximum and sums of its own until the end: nothing crosses lanes in the loop. The maximum starts
+    # at the lowest finite number, so that differences to it are defined.
+    top = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    weighted = tl.zeros([LANES], tl.float32)
+    centred = tl.zeros([LANES], tl.float32)
+    count = tl.zeros([LANES], tl.float32)
+    TILE: tl.constexpr = DEPTH * LANES
+    tile = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    whole = cols // TILE * TILE
+    for first in tl.range(0, whole, TILE, num_stages=STAGES):
+        x = _effective(tl.load(base + first + tile), tile >= 0, softcap, inverse, HAS_CAP, HAS_T)
+        top, total, weighted, centred, count = _gather_tile(
+            x, tile >= 0, top, total, weighted, centred, count, WEIGHTED, CENTRED
+        )
+    if whole < cols:
+        mask = whole + tile < cols
+        x = tl.load(base + whole + tile, mask=mask, other=0.0)
+        x = _effective(x, mask, softcap, inverse, HAS_CAP, HAS_T)
+        top, total, weighted, centred, count = _gather_tile(
+            x, mask, top, total, weighted, centred, count, WEIGHTED, CENTRED
+        )
+    lanes = top
+    top = tl.max(lanes, 0)
+    shift = lanes - top
+    scale = tl.exp(shift)
+    s = tl.sum(total * scale, 0)
+    w = 0.0
+    z = 0.0
+    if WEIGHTED:
+        w = tl.sum(tl.where(scale == 0.0, 0.0, scale * (weighted + total * shift)), 0)
+    if CENTRED:
+        z = tl.sum(centred + tl.where(count == 0.0, 0.0, count * shift), 0)
+    # A row of -inf alone has no maximum.
+    top = tl.where(s == 0.0, float("-inf"), top)
     if CARRY:
         # Merge with the columns seen before, as State.merged does.
         old_top = tl.load(out_ptr + row)
@@ -162,7 +200,7 @@ def row_statistics(
         table if picked is None else picked, n, v, logits.stride(0), softcap, column, float(seen),
         HAS_CAP=softcap != 0.0, HAS_T=inverse is not None, WEIGHTED=weighted, CENTRED=centred,
         PICK=target is not None, CARRY=seen > 0,
-        BLOCK=min(STATISTICS_BLOCK, max(16, triton.next_power_of_2(v))), num_warps=STATISTICS_WARPS,
+        **STATISTICS[logits.element_size()],
     )  # fmt: skip
 
 

@@ -50,50 +50,77 @@ def _(
 
 @torch.library.custom_op("autosp::linear_attach", mutates_args=())
 def attach(
-    value: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, dh: Tensor, db: Tensor, promised: Tensor
-) -> Tensor:
-    """``value`` with ready-made gradients; its backward checks that the upstream number is ``promised``."""
+    value: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, dh: Tensor, db: Tensor, promised: Tensor,
+    main_grad: Tensor, strict: bool,
+) -> Tensor:  # fmt: skip
+    """``value`` with ready-made gradients; its backward compares the upstream number with ``promised``."""
     return value.clone()
 
 
 @attach.register_fake
-def _(value, hidden, weight, bias, dh, db, promised):
+def _(value, hidden, weight, bias, dh, db, promised, main_grad, strict):
     return torch.empty_like(value)
 
 
 def _attach_setup(ctx, inputs, output) -> None:
-    _, _, _, _, dh, db, promised = inputs
+    _, _, _, _, dh, db, promised, main_grad, strict = inputs
     ctx.save_for_backward(dh, db, promised)
+    # Not among the saved tensors: every loss of the step adds to it.
+    ctx.main_grad, ctx.strict = main_grad, strict
 
 
 def _attach_backward(ctx, upstream):
     refuse_second_derivative()
     dh, db, promised = ctx.saved_tensors
     needs = ctx.needs_input_grad
+    check_promise(ctx.main_grad, upstream, promised, ctx.strict)
     grads = [as_promised(upstream, promised, g) if need else None for g, need in ((dh, needs[1]), (db, needs[3]))]
-    if not needs[1] and not needs[3]:
-        as_promised(upstream, promised, dh)
-    return None, grads[0], None, grads[1], None, None, None
+    return None, grads[0], None, grads[1], None, None, None, None, None
 
 
 attach.register_autograd(_attach_backward, setup_context=_attach_setup)
 
 
-@torch.library.custom_op("autosp::linear_as_promised", mutates_args=())
-def as_promised(upstream: Tensor, promised: Tensor, grad: Tensor) -> Tensor:
-    """``grad``, once the upstream number is seen to be the promised one; one host synchronisation.
+def _is_free_to_read(number: Tensor) -> bool:
+    return number.device.type == "cpu"
+
+
+def _kept(upstream: Tensor, promised: Tensor) -> Tensor:
+    return (upstream - promised).abs() <= 1e-6 * promised.abs()
+
+
+@torch.library.custom_op("autosp::linear_check_promise", mutates_args={"main_grad"})
+def check_promise(main_grad: Tensor, upstream: Tensor, promised: Tensor, strict: bool) -> None:
+    """See that the upstream number is the promised one; otherwise the gradient in ``main_grad`` is wrong.
+
+    On a CPU, or with ``strict``, the number is read and a broken promise is an error. Elsewhere reading it would let
+    the device run dry in every step: the first element of ``main_grad`` becomes NaN instead.
 
     Raises:
-        InputError: it is another number, and the weight gradient in ``main_grad`` is therefore wrong.
+        InputError: it is another number.
     """
-    got, expected = float(upstream), float(promised)
-    if not abs(got - expected) <= 1e-6 * abs(expected):
+    if not strict and not _is_free_to_read(upstream):
+        if main_grad.numel():
+            main_grad[0, 0].add_(torch.where(_kept(upstream, promised), 0.0, float("nan")))
+        return
+    if not bool(_kept(upstream, promised)):
         raise InputError(
-            f"main_grad_upstream promised an upstream gradient of {expected} for the loss, but the backward brought "
-            f"{got}; main_grad already holds the gradient of the promise: zero it, and give main_grad_upstream the "
-            "number that the loss is multiplied by (the loss scale over the accumulation steps), or leave it out"
+            f"main_grad_upstream promised an upstream gradient of {float(promised)} for the loss, but the backward "
+            f"brought {float(upstream)}; main_grad already holds the gradient of the promise: zero it, and give "
+            "main_grad_upstream the number that the loss is multiplied by (the loss scale over the accumulation "
+            "steps), or leave it out"
         )
-    return grad.clone()
+
+
+@check_promise.register_fake
+def _(main_grad, upstream, promised, strict):
+    return None
+
+
+@torch.library.custom_op("autosp::linear_as_promised", mutates_args=())
+def as_promised(upstream: Tensor, promised: Tensor, grad: Tensor) -> Tensor:
+    """``grad`` where the upstream number is the promised one, NaN otherwise; the device is not waited for."""
+    return torch.where(_kept(upstream, promised), grad, float("nan"))
 
 
 @as_promised.register_fake

@@ -11,13 +11,18 @@ import torch
 
 GIB = 1 << 30
 SCRATCH_BYTES = 5 * GIB // 16
-"""Block of logits of the lean way; together with the fp32 hidden gradient it stays under half a GiB at usual sizes."""
+"""Smallest block of logits of the lean way, and what is kept for a backward without being asked."""
+LEAN_BYTES = 15 * GIB // 32
+"""The block and the fp32 hidden gradient together, where that leaves more for the block."""
 CHUNK_BYTES = 3 * GIB // 8
 """Chunk of logits of the fast way, beside what the weight's own gradient will take: the forward peaks at (fp32 weight
 gradient + chunk), the backward at (fp32 + final weight gradient), so a chunk of that size costs nothing at the peak."""
 MAX_CHUNK_BYTES = GIB
-CHUNK_BYTES_IN_PLACE = 15 * GIB // 32
-"""The same when the gradient goes straight into a ``main_grad``: nothing else hides the chunk."""
+CHUNK_BYTES_IN_PLACE = 504 << 20
+"""The same when the gradient goes straight into a ``main_grad``: nothing else hides the chunk. The chunk is nearly all
+of half a GiB, since every chunk reads and writes the whole fp32 weight gradient."""
+CHUNK_BYTES_IN_PLACE_GROUP = 15 * GIB // 32
+"""Over a group, where the hidden gradient of a chunk is held in fp32 beside it."""
 CHUNK_BYTES_PAIR = 2 * GIB
 """Chunk of both heads' logits of a divergence."""
 MAX_ROWS = 4096
@@ -30,10 +35,10 @@ def aligned(columns: int) -> int:
     return -(-columns // ALIGN) * ALIGN
 
 
-def chunk_budget(weight: torch.Tensor, needs_weight: bool, in_place: bool) -> int:
-    """Bytes of logits of the fast way at once."""
+def chunk_budget(weight: torch.Tensor, needs_weight: bool, in_place: bool, alone: bool) -> int:
+    """Bytes of logits of the fast way at once; ``alone``: the vocabulary is not shared."""
     if in_place:
-        return CHUNK_BYTES_IN_PLACE
+        return CHUNK_BYTES_IN_PLACE if alone else CHUNK_BYTES_IN_PLACE_GROUP
     hidden_by = weight.numel() * weight.element_size() if needs_weight else 0
     return min(MAX_CHUNK_BYTES, CHUNK_BYTES + hidden_by)
 
@@ -54,6 +59,11 @@ def chunk_rows(chunk_size: int, tokens: int, largest: int, total: int, element_s
     # As many chunks as that takes, of equal sizes: a short last one would be an inefficient GEMM.
     even = -(-tokens // max(1, -(-tokens // fits)))
     return max(1, min(fits, -(-even // ROW_ALIGN) * ROW_ALIGN))
+
+
+def lean_block(tokens: int, width: int) -> int:
+    """Bytes of the lean way's block of logits, beside the fp32 gradient of ``[tokens, width]`` hidden states."""
+    return max(SCRATCH_BYTES, LEAN_BYTES - 4 * tokens * width)
 
 
 def block_columns(chunk_size: int, tokens: int, local: int, total: int, element_size: int, budget: int) -> int:

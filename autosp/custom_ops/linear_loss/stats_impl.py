@@ -142,7 +142,8 @@ def _blocks(h: torch.Tensor, head: Head, shards: groups.Shards, options: Options
         yield 0, kept[:n, : shards.local]
         return
     size = torch.empty((), dtype=head.logits_dtype).element_size()
-    columns = plan.block_columns(options.chunk_size, n, shards.local, shards.total, size, plan.SCRATCH_BYTES)
+    budget = plan.lean_block(*h.shape)
+    columns = plan.block_columns(options.chunk_size, n, shards.local, shards.total, size, budget)
     scratch = Scratch(n, columns, head.logits_dtype, h.device)
     for first in range(0, shards.local, columns):
         yield first, scratch.view(n, min(columns, shards.local - first))
@@ -232,7 +233,7 @@ def _backward_blocks(sink, h, head, ids, shape, co, a, options, kept, layout) ->
     size = torch.empty((), dtype=head.logits_dtype).element_size()
     two = kept is None and head.logits_dtype != options.dtype
     width = size + h.element_size() if two else size
-    columns = plan.block_columns(options.chunk_size, n, local, total, width, plan.SCRATCH_BYTES)
+    columns = plan.block_columns(options.chunk_size, n, local, total, width, plan.lean_block(*h.shape))
     scratch = Scratch(n, columns, options.dtype, h.device)
     raw = scratch if not two else Scratch(n, columns, head.logits_dtype, h.device)
     for first in range(0, local, columns):

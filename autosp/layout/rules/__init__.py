@@ -11,4 +11,6 @@ from . import (  # noqa: F401
     random,
     reduction,
     views,
-)
+    vocabulary,
+    vocabulary_loss,
+)  # fmt: skip

@@ -132,8 +132,9 @@ def fused_linear_rule(call: OpCall) -> Strategy:
     def local_loss(c: OpCall, local: dict):
         labels = mask_padding(c.axis, local["target"], cut, ignore)
         total, count = torch.ops.autosp.linear_cross_entropy_sums(
-            local["hidden"], local["weight"], local["bias"], labels, ignore, c["label_smoothing"], c["softcap"]
-        )
+            local["hidden"], local["weight"], local["bias"], labels, ignore, c["label_smoothing"], c["softcap"],
+            memory=c.get("memory", "auto"), size=c.get("size", 0), group=c.get("group", ""),
+        )  # fmt: skip
         mean = c["reduction"] == MEAN
         return torch.ops.autosp.aggregate_loss(total, count if mean else None, out_dtype, c.axis.group)
 

@@ -20,7 +20,7 @@ FORWARD = {
 }
 BACKWARD = {2: dict(BLOCK=4096, STEPS=1, EVICT="", num_warps=4), 4: dict(BLOCK=1024, STEPS=1, EVICT="", num_warps=4)}
 # Gradients of log-probability and entropy together: a block of 4096 takes 64 registers then, this one 32.
-BACKWARD_SEVERAL = {2: dict(BLOCK=2048, STEPS=1, EVICT="", num_warps=4)}
+BACKWARD_SEVERAL = {2: dict(BLOCK=2048, STEPS=2, EVICT="", num_warps=4)}
 _COMBINE_ROWS = 32
 
 

@@ -36,32 +36,43 @@ def attention(module: Any, query, key, value, attention_mask=None, scaling=None,
 
 
 class ByHand:
-    """``step(ids)`` runs forward and backward of a causal LM on this rank's shard; the loss is that of the whole."""
+    """``step(ids)`` runs forward and backward of a causal LM on this rank's shard; the loss is that of the whole.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    Args:
+        model: the plain model; its attention function is replaced.
+        compiled: what ``torch.compile`` made of it.
+    """
+
+    def __init__(self, model: torch.nn.Module, compiled: Any) -> None:
         from transformers import AttentionInterface
 
         AttentionInterface.register(NAME, attention)
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(NAME)  # type: ignore[operator]
         self.model = model
-        self.compiled = torch.compile(model)
+        self.compiled = compiled
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        length = ids.shape[1] // ranks
-        mine = slice(rank * length, (rank + 1) * length)
-        targets = F.pad(ids, (0, 1), value=-100)[:, 1:]
-        loss = self.compiled(
-            input_ids=ids[:, mine].contiguous(),
-            position_ids=torch.arange(ids.shape[1], device=ids.device)[None, mine],
-            labels=ids[:, mine],
-            shift_labels=targets[:, mine].contiguous(),
-            num_items_in_batch=ids.shape[1] - 1,
-        ).loss
-        loss.backward()
-        sums = [dist.all_reduce(p.grad, async_op=True) for p in self.model.parameters() if p.grad is not None]
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        for work in sums:
-            work.wait()
-        return total
+        """The loss of ``ids``, [1, length], whose length the group divides; gradients are summed over the group."""
+        return sharded_step(self.model, self.compiled, ids)
+
+
+def sharded_step(model: torch.nn.Module, compiled: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Forward and backward on this rank's tokens with whole positions, labels shifted beforehand, sums by hand."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    length = ids.shape[1] // ranks
+    mine = slice(rank * length, (rank + 1) * length)
+    targets = F.pad(ids, (0, 1), value=-100)[:, 1:]
+    loss = compiled(
+        input_ids=ids[:, mine].contiguous(),
+        position_ids=torch.arange(ids.shape[1], device=ids.device)[None, mine],
+        labels=ids[:, mine],
+        shift_labels=targets[:, mine].contiguous(),
+        num_items_in_batch=ids.shape[1] - 1,
+    ).loss
+    loss.backward()
+    sums = [dist.all_reduce(p.grad, async_op=True) for p in model.parameters() if p.grad is not None]
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    for work in sums:
+        work.wait()
+    return total

@@ -1,0 +1,304 @@
+"""Time and memory of a training step of one model on a sequence group, side by side with other ways to do it.
+
+Every method trains the same unmodified Llama from the same weights on the same tokens, forward and backward, until each
+rank holds the gradients of the whole sequence; the loss is kept, so that rows that do not compute the same show. The
+first step of a length, which compiles, is timed apart.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from autosp.errors import ConfigError
+
+LLAMA_1B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "max_position_embeddings": 2**21,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+TINY = {
+    **LLAMA_1B,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 256,
+}
+OURS = "autosp"
+BY_HAND = "Ulysses by hand, compiled"
+ONE = "one GPU, compiled"
+CONTEXT_PARALLEL = "torch context_parallel"
+DEEPSPEED = "DeepSpeed Ulysses"
+METHODS = (OURS, BY_HAND, ONE, CONTEXT_PARALLEL, DEEPSPEED)
+
+
+@dataclass
+class StepSettings:
+    """What the ranks of one method are told."""
+
+    method: str
+    result: str
+    lengths: list[int]
+    steps: int = 5
+    layers: int | None = None
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    inner_backend: str = "inductor"
+    checkpoint: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    """More settings of the JSON's "autosp" section, for our own rows."""
+
+
+@dataclass
+class StepRow:
+    """One method at one length; times in seconds, memory in bytes, None where there is none."""
+
+    method: str
+    length: int
+    ranks: int
+    loss: float | None = None
+    seconds: float | None = None
+    tokens_per_second_per_gpu: float | None = None
+    peak_bytes: int | None = None
+    first_step_seconds: float | None = None
+    collectives_ms: float | None = None
+    """Milliseconds of a step in which the GPU ran collectives, and of those the ones under computation."""
+    overlapped_ms: float | None = None
+    note: str = ""
+
+
+def missing(method: str) -> str:
+    """Why a method cannot run here, or empty."""
+    needed = {DEEPSPEED: "deepspeed", ONE: "transformers"}.get(method, "transformers")
+    return "" if importlib.util.find_spec(needed) is not None else f"{needed} is not installed"
+
+
+def run(settings: StepSettings) -> list[StepRow]:
+    """Measure one method as one rank of a group that a launcher started; rows are the same on every rank.
+
+    Rows are written to ``settings.result`` as they come, so that a length that fails leaves the ones before.
+    """
+    import os
+
+    device = torch.device("cpu")
+    if settings.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo")
+    model = build(settings, device)
+    rows: list[StepRow] = []
+    with _method(settings, model) as step:
+        for length in settings.lengths:
+            rows.append(_measure(settings, model, step, length, device))
+            if dist.get_rank() == 0:
+                write(Path(settings.result), rows)
+    dist.destroy_process_group()
+    return rows
+
+
+def write(path: Path, rows: list[StepRow]) -> None:
+    """Write the rows as JSON, the file replaced as a whole."""
+    import json
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps([asdict(row) for row in rows]))
+    temporary.replace(path)
+
+
+def build(settings: StepSettings, device: torch.device) -> Any:
+    """The Llama in training mode, the same weights on every rank; tiny on a CPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(LLAMA_1B if settings.device == "cuda" else TINY)
+    if settings.layers is not None:
+        sizes["num_hidden_layers"] = settings.layers
+    with device:
+        model = LlamaForCausalLM(LlamaConfig(**sizes)).to(getattr(torch, settings.dtype))
+    if settings.checkpoint:
+        model.gradient_checkpointing_enable()
+    return model.train()
+
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _measure(settings: StepSettings, model: Any, step: Step, length: int, device: torch.device) -> StepRow:
+    vocab = model.config.vocab_size
+    ids = torch.randint(0, vocab, (1, length), generator=torch.Generator().manual_seed(1)).to(device)
+    ranks = 1 if settings.method == ONE else dist.get_world_size()
+    row = StepRow(settings.method, length, ranks)
+    if settings.method == ONE and dist.get_rank() != 0:
+        dist.barrier()
+        return row
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for number in range(settings.steps + 1):
+        model.zero_grad(set_to_none=True)
+        _wait(device)
+        start = time.perf_counter()
+        loss = step(ids)
+        _wait(device)
+        times.append(time.perf_counter() - start)
+        if number == 0:
+            row.loss, row.first_step_seconds = float(loss), times.pop()
+    row.seconds = statistics.median(times)
+    row.tokens_per_second_per_gpu = length / row.seconds / ranks
+    row.peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    if device.type == "cuda":
+        from autosp.bench.overlap import overlap_of
+
+        model.zero_grad(set_to_none=True)
+        found = overlap_of(lambda: step(ids))
+        row.collectives_ms, row.overlapped_ms = found["collectives_ms"], found["overlapped_ms"]
+    model.zero_grad(set_to_none=True)
+    if settings.method == ONE:
+        dist.barrier()
+    return row
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _method(settings: StepSettings, model: Any) -> Iterator[Step]:
+    makers: dict[str, Callable[[StepSettings, Any], Any]] = {
+        OURS: _autosp,
+        ONE: _one,
+        BY_HAND: _by_hand,
+        CONTEXT_PARALLEL: _context_parallel,
+        DEEPSPEED: _deepspeed,
+    }
+    if settings.method not in makers:
+        raise ConfigError(f"unknown method {settings.method!r}; allowed are {list(makers)}")
+    with makers[settings.method](settings, model) as step:
+        yield step
+
+
+@contextmanager
+def _autosp(settings: StepSettings, model: Any) -> Iterator[Step]:
+    import autosp
+
+    section = {"verify": "compile", **settings.options, "inner_backend": settings.inner_backend}
+    autosp.initialize({"autosp": section}, device_type=settings.device)
+    compiled = torch.compile(model, backend="autosp")
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = compiled(**autosp.prepare_batch({"input_ids": ids, "labels": ids.clone()})).loss
+        loss.backward()
+        return loss.detach()
+
+    yield step
+
+
+@contextmanager
+def _one(settings: StepSettings, model: Any) -> Iterator[Step]:
+    compiled = torch.compile(model, backend=settings.inner_backend)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = compiled(input_ids=ids, labels=ids.clone()).loss
+        loss.backward()
+        return loss.detach()
+
+    yield step
+
+
+def _shifted(ids: torch.Tensor) -> torch.Tensor:
+    """The label of each token: the next one, none for the last."""
+    return F.pad(ids[:, 1:], (0, 1), value=-100)
+
+
+def _check_divides(length: int) -> None:
+    if length % dist.get_world_size():
+        raise ConfigError(f"{length} tokens over {dist.get_world_size()} ranks: this method needs equal parts")
+
+
+@contextmanager
+def _by_hand(settings: StepSettings, model: Any) -> Iterator[Step]:
+    """What an expert writes for one model: an attention function with two all-to-alls, everything compiled."""
+    from autosp.bench.by_hand import ByHand
+
+    way = ByHand(model, torch.compile(model, backend=settings.inner_backend))
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        _check_divides(ids.shape[1])
+        return way.step(ids)
+
+    yield step
+
+
+@contextmanager
+def _context_parallel(settings: StepSettings, model: Any) -> Iterator[Step]:
+    """torch's ring attention: its context manager around the step shards the buffers."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh(settings.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        ids, labels = ids.clone(), _shifted(ids)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        items = ids.shape[1] - 1
+        buffers = [ids, labels, positions]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)):
+            out = model(
+                input_ids=ids,
+                position_ids=positions,
+                shift_labels=labels,
+                labels=labels,
+                num_items_in_batch=items,
+                use_cache=True,  # without it transformers makes a mask, which ring attention does not take
+            )
+            out.loss.backward()
+        loss = out.loss.detach()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        dist.all_reduce(loss)
+        return loss
+
+    yield step
+
+
+@contextmanager
+def _deepspeed(settings: StepSettings, model: Any) -> Iterator[Step]:
+    """DeepSpeed's Ulysses for transformers (ALST), eager, its attention alone: no engine, no ZeRO."""
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    deepspeed.init_distributed("nccl" if settings.device == "cuda" else "gloo")
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    UlyssesSPAttentionHF.register_with_transformers(
+        model, "sdpa", sequence_parallel_size=dist.get_world_size(), micro_batch_size=1, seq_length_is_variable=True
+    )
+    from autosp.bench.by_hand import sharded_step
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        _check_divides(ids.shape[1])
+        return sharded_step(model, model, ids)
+
+    try:
+        yield step
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = before

@@ -1,0 +1,305 @@
+"""``autosp plan``: memory, the longest sequence and a roofline time of a step, before anything is launched."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autosp.cli.model_spec import MODEL_HELP, check_spec, is_factory, load_example
+from autosp.cli.progress import reporter
+from autosp.cli.settings import parse_size
+from autosp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from autosp.plan.estimate import Hardware, Layered
+
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(TiB|GiB|MiB|TB|GB|MB)")
+_BYTES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "TB": 1e12, "GB": 1e9, "MB": 1e6}
+_DTYPES = ("bf16", "bf16-autocast", "fp32")
+_FEW = 4  # a model of more layers is traced with few and extended
+
+
+@dataclass
+class Row:
+    """One way to use the GPUs."""
+
+    dp: int
+    sp: int
+    tp: int
+    budget: float
+    longest: int
+    fits: bool
+    bytes: float
+    parts: dict[str, float]
+    moment: str
+    seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    flops: float
+    bytes_sent: float
+    tokens_per_second_per_gpu: float
+
+
+def plan(
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=False)] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the run.")] = 8,
+    memory: Annotated[str, typer.Option(help="Memory of one GPU: 80GiB, 141GB.")] = "80GiB",
+    seq_len: Annotated[str, typer.Option(help="Tokens of the sequence that you want: 64k, 1M.")] = "64k",
+    sp: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--sp",
+            help="Ranks that share a sequence; may be repeated. Default: all divisors of --gpus that are powers of 2.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option(help="Memory budgets of the activations, comma-separated, 1 to 0.")
+    ] = "1,0.5,0.1",
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="The model's own activation checkpointing, every layer.")
+    ] = False,
+    fuse_loss: Annotated[bool, typer.Option("--fuse-loss", help='With "fuse_linear_cross_entropy": "always".')] = False,
+    dtype: Annotated[str, typer.Option(help="bf16, bf16-autocast (fp32 weights) or fp32.")] = "bf16",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adamw-fp32 (states and master weights), sgd or none.")
+    ] = "adamw-fp32",
+    sharding: Annotated[
+        str, typer.Option(help="What all ranks share (ZeRO): none, optimizer, gradients, parameters.")
+    ] = "none",
+    rows: Annotated[int, typer.Option(min=1, help="Sequences a step of each data-parallel group.")] = 1,
+    layers: Annotated[int | None, typer.Option(min=1, help="Build the model with so many layers.")] = None,
+    tflops: Annotated[float, typer.Option(min=0.001, help="Peak of one GPU for the roofline.")] = 771,
+    bandwidth: Annotated[str, typer.Option(help="Bytes a second of its memory.")] = "4.15TB",
+    link: Annotated[str, typer.Option(help="Bytes a second that a GPU sends to the others.")] = "350GB",
+    headroom: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the memory left free.")] = 0.05,
+    picture: Annotated[Path | None, typer.Option(help="Draw longest sequence against GPUs into this PNG.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Memory by part, the longest sequence that fits and a roofline time, for each way to use the GPUs.
+
+    Compiles a step for one rank under fake tensors: no GPU is needed and no weights are made. Exit code 1: --seq-len
+    fits in no way.
+    """
+    hardware_of = {"memory": memory, "bandwidth": bandwidth, "link": link}
+    numbers = {name: parse_memory(text, option=f"--{name}") for name, text in hardware_of.items()}
+    length = parse_size(seq_len, option="--seq-len")
+    budgets = _budgets(budget)
+    groups = _groups(sp, gpus)
+    _check_choice("--dtype", dtype, _DTYPES)
+    _check_choice("--optimizer", optimizer, ("adamw", "adamw-fp32", "sgd", "none"))
+    _check_choice("--sharding", sharding, ("none", "optimizer", "gradients", "parameters"))
+    if picture is not None and (picture.suffix != ".png" or not picture.parent.is_dir()):
+        raise ConfigError(f"--picture {picture}: a .png file in a folder that exists is expected")
+    check_spec(model, weights=False)
+    if is_factory(model) and layers is not None:
+        raise ConfigError("--layers is for transformers models; a factory makes the model that it makes")
+    speaks = reporter(not json_output)
+    with speaks.stage("Importing torch and transformers"):
+        from autosp.plan.estimate import Hardware
+    hardware = Hardware(flops=tflops * 1e12, headroom=headroom, **numbers)
+    settings = {"fuse_linear_cross_entropy": "always"} if fuse_loss else {}
+    found: list[Row] = []
+    for ranks in groups:
+        for share in budgets:
+            with speaks.stage(f"Compiling for sp {ranks}, budget {share:g}"):
+                layered = _trace(model, ranks, share, layers, rows, dtype, checkpoint, settings, length)
+            how = {"optimizer": optimizer, "sharding": sharding, "replicas": gpus}
+            found.append(_row(layered, hardware, length, gpus, ranks, share, rows, how))
+    best = max((row for row in found if row.fits), key=lambda row: row.tokens_per_second_per_gpu, default=None)
+    config = _config(best, settings) if best is not None else None
+    if json_output:
+        rows_out = [asdict(row) for row in found]
+        print(
+            json.dumps({"length": length, "hardware": asdict(hardware), "rows": rows_out, "config": config}, indent=1)
+        )
+    else:
+        _show(found, best, config, length, hardware)
+    if picture is not None:
+        _draw(found, picture, model, memory)
+    raise typer.Exit(0 if best is not None else 1)
+
+
+def parse_memory(text: str, *, option: str) -> float:
+    """Bytes of "80GiB", "141GB", "1.5TB".
+
+    Raises:
+        ConfigError: `text` is no such size.
+    """
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{option} got {text!r}: give a number with TiB, GiB, MiB, TB, GB or MB, such as 80GiB")
+    return float(match[1]) * _BYTES[match[2]]
+
+
+def _budgets(text: str) -> list[float]:
+    try:
+        budgets = [float(part) for part in text.split(",")]
+    except ValueError:
+        budgets = [-1.0]
+    if not all(0 <= share <= 1 for share in budgets):
+        raise ConfigError(f"--budget got {text!r}: give numbers from 0 to 1, comma-separated, such as 1,0.5,0.1")
+    return budgets
+
+
+def _groups(sp: list[int] | None, gpus: int) -> list[int]:
+    if not sp:
+        return [1 << power for power in range(gpus.bit_length()) if gpus % (1 << power) == 0]
+    if wrong := [ranks for ranks in sp if ranks < 1 or gpus % ranks]:
+        raise ConfigError(f"--sp {wrong[0]}: it must divide --gpus {gpus}")
+    return sorted(set(sp))
+
+
+def _check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{option} {value}: choose {' or '.join(allowed)}")
+
+
+def _trace(
+    model: str | None,
+    ranks: int,
+    budget: float,
+    layers: int | None,
+    rows: int,
+    dtype: str,
+    checkpoint: bool,
+    settings: dict[str, Any],
+    length: int,
+) -> Layered:
+    import torch
+
+    from autosp.plan.estimate import Layered
+    from autosp.plan.trace import trace_step
+
+    def make(count: int | None) -> Any:
+        def build() -> Any:
+            example = load_example(model, layers=count, weights=False, rows=rows)
+            if checkpoint:
+                if not hasattr(example.model, "gradient_checkpointing_enable"):
+                    raise ConfigError("--checkpoint: the model has no gradient_checkpointing_enable()")
+                example.model.gradient_checkpointing_enable()
+            return example.model, example.batch
+
+        return build
+
+    counts, whole = _layer_counts(model, layers)
+    kinds = {"bf16": torch.bfloat16, "bf16-autocast": torch.float32, "fp32": torch.float32}
+    even = max(2 * ranks, length - length % (2 * ranks))
+    traces = {
+        count or 0: trace_step(
+            make(count),
+            length=even,
+            ranks=ranks,
+            dtype=kinds[dtype],
+            autocast=dtype == "bf16-autocast",
+            budget=budget,
+            settings=settings,
+        )
+        for count in counts
+    }
+    return Layered(traces, whole)
+
+
+def _layer_counts(model: str | None, layers: int | None) -> tuple[list[int | None], int]:
+    """With how many layers to trace, and how many the model has (0: a factory's, traced as it is)."""
+    if is_factory(model):
+        return [None], 0
+    from transformers import AutoConfig
+
+    from autosp.cli.models import builtin_config
+
+    text = (builtin_config() if model is None else AutoConfig.from_pretrained(model)).get_text_config()
+    whole = layers or text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or []
+    # layers of different kinds take turns: as many are added as one turn has
+    turn = next((n for n in range(1, len(kinds)) if kinds == (kinds[:n] * len(kinds))[: len(kinds)]), 1)
+    few = max(2, turn)
+    return ([whole], whole) if whole <= max(_FEW, few + turn) else ([few, few + turn], whole)
+
+
+def _row(
+    layered: Layered, hardware: Hardware, length: int, gpus: int, ranks: int, budget: float, rows: int, how: Any
+) -> Row:
+    from autosp.plan.estimate import estimate, longest
+
+    fixed = any(trace.symbol is None for trace in layered.traces.values())
+    even = length - length % (2 * ranks) if length >= 2 * ranks else 2 * ranks
+    wanted = estimate(layered, even, hardware=hardware, **how)
+    furthest = None if fixed else longest(layered, hardware=hardware, step=2 * ranks, **how)
+    room = hardware.memory * (1 - hardware.headroom)
+    return Row(
+        dp=gpus // ranks,
+        sp=ranks,
+        tp=1,
+        budget=budget,
+        longest=furthest.length if furthest is not None else 0,
+        fits=wanted.total <= room,
+        bytes=wanted.total,
+        parts=wanted.parts,
+        moment=wanted.moment,
+        seconds=wanted.seconds,
+        compute_seconds=wanted.compute_seconds,
+        communication_seconds=wanted.communication_seconds,
+        flops=wanted.flops,
+        bytes_sent=wanted.sent,
+        tokens_per_second_per_gpu=rows * even / wanted.seconds / ranks if wanted.seconds else 0.0,
+    )
+
+
+def _config(row: Row, settings: dict[str, Any]) -> dict[str, Any]:
+    """The JSON for ``autosp.initialize``."""
+    section = {**settings, **({"activation_memory_budget": row.budget} if row.budget < 1 else {})}
+    sizes = {"data_parallel_size": row.dp, "sequence_parallel_size": row.sp}
+    if row.sp == 1:
+        # one process has no group to shape; its LM head may be fused all the same
+        section = dict(settings)
+    return {**sizes, **({"autosp": section} if section else {})}
+
+
+def _show(rows: list[Row], best: Row | None, config: Any, length: int, hardware: Hardware) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from autosp.plan.picture import tokens_text
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{tokens_text(length)} tokens", title_justify="left")
+    parts = list(rows[0].parts)
+    for name in ("dp", "sp", "tp", "budget", *parts, "GiB in all", "step s", "sent GiB", "tokens/s/GPU", "longest"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        total = f"{row.bytes / 2**30:.1f}"
+        table.add_row(
+            *(str(row.dp), str(row.sp), str(row.tp), f"{row.budget:g}"),
+            *(f"{row.parts[name] / 2**30:.1f}" for name in parts),
+            f"[green]{total}[/]" if row.fits else f"[red]{total} too much[/]",
+            *(f"{row.seconds:.3g}", f"{row.bytes_sent / 2**30:.3g}", f"{row.tokens_per_second_per_gpu:,.0f}"),
+            tokens_text(row.longest) if row.longest else "-",
+        )
+    console.print(table)
+    room = hardware.memory * (1 - hardware.headroom) / 2**30
+    console.print(f"Room: {room:.1f} GiB a GPU. Times are a roofline: every kernel at its peak, nothing overlapped.")
+    if best is None:
+        longest = max(row.longest for row in rows)
+        console.print(f"{tokens_text(length)} tokens fit in no way; the longest that fits is {tokens_text(longest)}.")
+    else:
+        console.print(f"Fastest that fits: dp {best.dp} x sp {best.sp}, budget {best.budget:g}. The JSON to use:")
+        console.print(json.dumps(config), markup=False, highlight=False, soft_wrap=True)
+
+
+def _draw(rows: list[Row], path: Path, model: str | None, memory: str) -> None:
+    from autosp.plan.picture import draw
+
+    lines: dict[str, list[tuple[int, int]]] = {}
+    for row in rows:
+        if row.longest:
+            lines.setdefault(f"budget {row.budget:g}", []).append((row.sp, row.longest))
+    draw(lines, path, title=f"{model or 'built-in small Llama'}, {memory} a GPU")
+    print(f"written: {path}", file=sys.stderr)

@@ -1,0 +1,262 @@
+"""A compiled graph as buffers and work: what Inductor would keep in memory, read, write and compute.
+
+Inductor fuses: an elementwise value that only elementwise operators and reductions read is never stored. So a value
+is a buffer here when it is the result of anything else (a matrix product, attention, a collective, a reduction),
+when such an operator reads it, or when the graph returns it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+Size: TypeAlias = int | sympy.Expr
+PARTS = ("activations", "attention", "loss", "communication", "gradients")
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?|block)\.(\d+)(?:\.|$|')|(?:layers?|h|blocks?)\._modules\['(\d+)'\]")
+_CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
+_CPU_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+# Lowered to loads and stores inside a fused kernel, though torch does not tag them as elementwise.
+_FUSED = frozenset(
+    {
+        aten.embedding, aten.gather, aten.index, aten.index_select, aten.full, aten.full_like, aten.arange,
+        aten.iota if hasattr(aten, "iota") else torch.ops.prims.iota, torch.ops.prims.iota,
+        aten.scalar_tensor, aten.constant_pad_nd, aten.cat, aten.flip, aten.repeat, aten.clone, aten.expand,
+        torch.ops.prims.convert_element_type, aten._to_copy, aten.select_scatter, aten.slice_scatter,
+        aten.zeros_like, aten.ones_like, aten.zeros, aten.ones, aten.new_zeros, aten.scatter, aten.tril, aten.triu,
+    }
+)  # fmt: skip
+_REDUCTIONS = frozenset(
+    {aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.var_mean, aten.var, aten.any, aten.all,
+     aten.argmax, aten.argmin, aten.prod, aten.cumsum, torch.ops.prims.xor_sum}
+)  # fmt: skip
+_SENDS = {"all_reduce": 2.0, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1.0, "all_to_all_single": 1.0}
+
+
+@dataclass
+class Buffer:
+    """Memory that a graph needs: who makes it, how large it is, what it belongs to."""
+
+    size: Size
+    part: str
+
+
+@dataclass
+class Work:
+    """One kernel or one collective: the buffers that it makes and reads, and what it costs."""
+
+    layer: int | None
+    """Number of the layer of the model that it belongs to, where layers are numbered."""
+    made: list[int] = field(default_factory=list)
+    read: set[int] = field(default_factory=set)
+    flops: Size = 0
+    moved: Size = 0
+    """Bytes read from and written to the device's memory."""
+    sent: Size = 0
+    """Bytes that this rank sends to others, times ranks / (ranks - 1)."""
+
+
+@dataclass
+class Program:
+    """A graph as work in its order. Buffers are known by number."""
+
+    buffers: dict[int, Buffer] = field(default_factory=dict)
+    work: list[Work] = field(default_factory=list)
+    given: dict[str, int] = field(default_factory=dict)
+    """Buffer behind each placeholder that is a tensor, by name and in order."""
+    returned: dict[str, int] = field(default_factory=dict)
+    """Buffer behind each output that is a tensor, by the name of its node."""
+
+
+def expression(value: Any) -> Size:
+    """A size as a number or as an expression of the graph's symbols."""
+    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat)) else int(value)
+
+
+def tensor_bytes(value: torch.Tensor) -> Size:
+    """Bytes of a tensor's elements."""
+    size: Size = value.element_size()
+    for length in value.shape:
+        size = size * expression(length)
+    return size
+
+
+def read_program(gm: fx.GraphModule) -> Program:
+    """Turn a forward or backward graph of AOTAutograd, after Inductor's decompositions, into a `Program`."""
+    return _Reader(gm).read()
+
+
+class _Reader:
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.graph = gm.graph
+        self.program = Program()
+        self.storages: dict[Any, int] = {}
+        self.sources: dict[fx.Node, set[int]] = {}
+        """The buffers that a node's value is, or is computed from inside a fused kernel."""
+        self.layer: int | None = None
+
+    def read(self) -> Program:
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._read_placeholder(node)
+            elif node.op in ("call_function", "get_attr"):
+                self._read_call(node)
+            elif node.op == "output":
+                self._read_output(node)
+        return self.program
+
+    def _read_placeholder(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            number = self._buffer(value, "activations")
+            self.program.given[node.name] = number
+            self.sources[node] = {number}
+
+    def _read_call(self, node: fx.Node) -> None:
+        tensors = _tensors(node.meta.get("val"))
+        inputs = set().union(*(self.sources.get(source, set()) for source in node.all_input_nodes))
+        if not tensors:
+            return
+        self.layer = _layer_of(node, self.layer)
+        known = {self.storages[_storage(value)] for value in tensors if _storage(value) in self.storages}
+        if len(tensors) == 1 and known or _is_view(node):
+            # one of several results, a view of a buffer, or a view of what is not stored
+            self.sources[node] = known or inputs
+            if not known and len(inputs) == 1:
+                # a view whose fake is a tensor of its own (the wait of a collective)
+                self.storages.update((_storage(value), next(iter(inputs))) for value in tensors)
+            return
+        if _is_fused(node) and not self._is_stored(node):
+            self.sources[node] = inputs
+            return
+        part = _part_of(node)
+        made = [self._buffer(value, part) for value in tensors]
+        self.sources[node] = set(made)
+        read = inputs - set(made)
+        moved: Size = sum((self.program.buffers[number].size for number in [*read, *made]), 0)
+        self.program.work.append(Work(self.layer, made, read, _flops(node), moved, _sent(node)))
+
+    def _read_output(self, node: fx.Node) -> None:
+        (outputs,) = node.args
+        for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
+            if isinstance(output, fx.Node) and isinstance(value := output.meta.get("val"), torch.Tensor):
+                self.program.returned[output.name] = self._buffer(value, "activations")
+
+    def _buffer(self, value: torch.Tensor, part: str) -> int:
+        key = _storage(value)
+        if key not in self.storages:
+            self.storages[key] = len(self.program.buffers)
+            # the storage, not the tensor: one of three views may be seen first
+            self.program.buffers[self.storages[key]] = Buffer(expression(value.untyped_storage().nbytes()), part)
+        return self.storages[key]
+
+    def _is_stored(self, node: fx.Node) -> bool:
+        """Whether somebody reads the value of a fusible operator from memory."""
+        queue, seen = [node], {node}
+        while queue:
+            for user in queue.pop().users:
+                if user in seen:
+                    continue
+                seen.add(user)
+                if user.op == "output":
+                    return True
+                if _is_view(user):
+                    queue.append(user)
+                elif not (_is_fused(user) or _packet(user) in _REDUCTIONS) and _tensors(user.meta.get("val")):
+                    return True
+        return False
+
+
+def _packet(node: fx.Node) -> Any:
+    return node.target.overloadpacket if isinstance(node.target, torch._ops.OpOverload) else node.target
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [item for item in value if isinstance(item, torch.Tensor)]
+    return []
+
+
+def _storage(value: torch.Tensor) -> Any:
+    return StorageWeakRef(value.untyped_storage())
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return getattr(node.target, "__name__", "") == "getitem"
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns) or _packet(
+        node
+    ) in (aten.reshape, aten._unsafe_view, torch.ops._c10d_functional.wait_tensor)
+
+
+def _is_fused(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in node.target.tags or _packet(node) in _FUSED
+
+
+def _stack(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def _layer_of(node: fx.Node, current: int | None) -> int | None:
+    """The number of the node's layer; a node that says nothing belongs where the last one did."""
+    match = _LAYER.search(_stack(node))
+    return int(match.group(1) or match.group(2)) if match else current
+
+
+def _part_of(node: fx.Node) -> str:
+    name = str(node.target)
+    if "_c10d_functional" in name:
+        return "communication"
+    if "scaled_dot_product" in name or "flash_attention" in name:
+        return "attention"
+    stack = _stack(node)
+    trace = (node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or "").lower()
+    if stack.endswith(("lm_head", "lm_head']")) or "loss" in trace.rsplit("file ", 1)[-1] or "cross_entropy" in trace:
+        return "loss"
+    return "activations"
+
+
+def _shapes(values: Iterable[Any]) -> list[Any]:
+    return [v.meta["val"].shape if isinstance(v, fx.Node) else v for v in values]
+
+
+def _flops(node: fx.Node) -> Size:
+    """Floating-point operations of a product or an attention (causal: half), by torch's own formulas."""
+    if node.target is _CPU_FLASH:
+        count = sdpa_flop_count(*_shapes(node.args[:3]))
+        return _halved(count, len(node.args) > 4 and bool(node.args[4]))
+    if node.target is _CPU_FLASH_BACKWARD:
+        count = sdpa_backward_flop_count(*_shapes(node.args[:4]))
+        return _halved(count, len(node.args) > 7 and bool(node.args[7]))
+    formula = flop_registry.get(_packet(node))
+    if formula is None:
+        return 0
+    value = lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x  # noqa: E731
+    count = formula(*map(value, node.args), **{k: value(v) for k, v in node.kwargs.items()}, out_val=node.meta["val"])
+    return expression(count)
+
+
+def _halved(count: Any, causal: bool) -> Size:
+    return expression(count) / 2 if causal else expression(count)
+
+
+def _sent(node: fx.Node) -> Size:
+    name = getattr(_packet(node), "__name__", "")
+    if "_c10d_functional" not in str(node.target) or name not in _SENDS:
+        return 0
+    into = node.all_input_nodes[0].meta["val"]
+    larger = node.meta["val"] if name == "all_gather_into_tensor" else into
+    return int(_SENDS[name]) * tensor_bytes(larger)

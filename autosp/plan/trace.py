@@ -1,0 +1,141 @@
+"""One training step compiled for one rank under fake tensors, up to the graphs that Inductor would compile.
+
+Uses ``torch._inductor.compile_fx.compile_fx`` with an ``inner_compile`` of its own (looked at in torch 2.11 to 2.13):
+decompositions, the partition into forward and backward and the memory budget are then exactly Inductor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from .. import mesh
+from ..backend import compile_for_rank
+from ..errors import InputError
+from ..report.fake_run import fake_ranks, fake_tensors, run_step
+from .program import Program, Size, read_program, tensor_bytes
+
+
+@dataclass
+class Trace:
+    """The step of one rank: its programs, what it holds all the time, and the symbol of its length."""
+
+    forward: list[Program] = field(default_factory=list)
+    backward: list[Program] = field(default_factory=list)
+    weights: int = 0
+    """Bytes of parameters and buffers."""
+    parameters: int = 0
+    """Bytes of parameters that get a gradient."""
+    elements: int = 0
+    """Numbers in those parameters."""
+    ranks: int = 1
+    length: int = 0
+    symbol: sympy.Symbol | None = None
+    """The length in the programs' sizes; None where the model fixes it."""
+
+
+def trace_step(
+    make: Callable[[], tuple[torch.nn.Module, Callable[[int], Mapping[str, Any]]]],
+    *,
+    length: int,
+    ranks: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    autocast: bool = False,
+    budget: float = 1.0,
+    settings: Mapping[str, Any] | None = None,
+) -> Trace:
+    """Compile one step; nothing is allocated or computed.
+
+    Args:
+        make: gives the model and a function from a length to the keyword arguments of its forward; called under fake
+            tensors.
+        length: tokens of the whole sequence that the step is compiled with.
+        ranks: size of the sequence group. The rank with the most heads is traced.
+        dtype: of the weights.
+        autocast: compute in bf16 whatever the weights are.
+        budget: the setting ``activation_memory_budget``, 0 (recompute all that can be) to 1.
+        settings: the JSON's "autosp" section.
+
+    Raises:
+        UnsupportedGraphError: the model is refused.
+        InputError: the model gave no backward graph.
+    """
+    config: dict[str, Any] = {"sequence_parallel_size": ranks}
+    if ranks > 1:
+        config["autosp"] = {**(settings or {}), "activation_memory_budget": budget, "verify": "compile"}
+    elif settings:
+        config["autosp"] = dict(settings)
+    trace = Trace(ranks=ranks, length=length)
+    with fake_ranks(ranks, config, rank=ranks - 1), fake_tensors(dtype):
+        model, batch = make()
+        _count_weights(trace, model)
+        compiled = torch.compile(model, backend=_recorder(trace))
+        # In one process the plain model is compiled, and the setting is torch's own.
+        with torch._functorch.config.patch(activation_memory_budget=budget if ranks == 1 else 1.0):
+            run_step(model, compiled, batch(length), autocast=torch.bfloat16 if autocast else None)
+    if not trace.backward:
+        raise InputError("the model gave no backward graph: its output needs a loss that depends on its parameters")
+    trace.symbol = _length_symbol(trace)
+    return trace
+
+
+def _count_weights(trace: Trace, model: torch.nn.Module) -> None:
+    for tensor in [*model.parameters(), *model.buffers()]:
+        trace.weights += int(tensor_bytes(tensor))
+        if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
+            trace.parameters += int(tensor_bytes(tensor))
+            trace.elements += tensor.numel()
+
+
+def _recorder(trace: Trace) -> Callable[..., Any]:
+    """A Dynamo backend that partitions for the current mesh, keeps Inductor's graphs and runs them as they are."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def record(gm: fx.GraphModule, example_inputs: Sequence[Any], **about: Any) -> Any:
+        backward = bool(about.get("is_backward"))
+        (trace.backward if backward else trace.forward).append(read_program(gm))
+
+        def run(arguments: list[Any]) -> Any:
+            taken = list(arguments)
+            arguments.clear()
+            return gm(*taken)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], config_patches: Any = None) -> Any:
+        return compile_fx(gm, list(example_inputs), inner_compile=record, config_patches=config_patches)
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_for_rank(gm, example_inputs, mesh.current(), compiler=inner)
+
+    return backend
+
+
+def _length_symbol(trace: Trace) -> sympy.Symbol | None:
+    symbols: set[sympy.Symbol] = set()
+    for program in [*trace.forward, *trace.backward]:
+        for buffer in program.buffers.values():
+            if isinstance(buffer.size, sympy.Expr):
+                symbols |= buffer.size.free_symbols
+    if len(symbols) > 1:
+        names = ", ".join(sorted(str(symbol) for symbol in symbols))
+        raise InputError(
+            f"sizes of the compiled step depend on more than the length ({names}): give the model batches whose other "
+            "sizes are fixed"
+        )
+    return next(iter(symbols), None)
+
+
+def evaluate(size: Size, symbol: sympy.Symbol | None, length: int, known: dict[Any, float]) -> float:
+    """A size at a length; ``known`` caches expressions for this length."""
+    if not isinstance(size, sympy.Expr):
+        return float(size)
+    if size not in known:
+        known[size] = float(size.subs({symbol: length}) if symbol is not None else size)
+    return known[size]

@@ -1,0 +1,115 @@
+"""`autosp.check` finds what is right, what is wrong and what is refused, and leaves the model as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tool_models
+import torch
+from pool import RankInfo, RankPool
+
+import autosp
+from autosp.comparison import Comparison, relative_error, tolerance
+from autosp.errors import InputError
+
+
+def checked(rank_info: RankInfo) -> dict[str, Any]:
+    """Body of a rank: three models, and what is left of the first."""
+    autosp.initialize({"autosp": {"inner_backend": "eager"}})
+    model, batch = tool_models.good()
+    model.inner.head.weight.grad = torch.ones_like(model.inner.head.weight)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    torch.manual_seed(5)
+    first = autosp.check(model, batch(6), steps=2)
+    kept = all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    kept = kept and torch.equal(model.inner.head.weight.grad, torch.ones_like(model.inner.head.weight))
+    kept = kept and model.training and model.inner.mix.weight.grad is None
+    del random
+    results = {"good": first, "kept": kept}
+    for name in ("refused", "wrong"):
+        torch.manual_seed(5)
+        model, batch = getattr(tool_models, name)()
+        results[name] = autosp.check(model, batch(6))
+    # one rank of the group fails in the plain model: an error on both, no rank that waits
+    broken, batch = tool_models.good()
+    torch.manual_seed(5)
+    inputs = batch(6)
+    if rank_info.rank == 1:
+        inputs["labels"] = inputs["labels"] + 1000
+    try:
+        autosp.check(broken, inputs)
+    except InputError as error:
+        results["failed"] = str(error)
+    return results
+
+
+def test_good_wrong_and_refused(ranks: RankPool) -> None:
+    both = ranks.run(checked, world_size=2, timeout=240)
+    for found in both:
+        good = found["good"]
+        assert good.verdict == "ok" and good.ok and good.compilations == 1 and good.steps == 2
+        assert good.loss == pytest.approx(good.reference, rel=1e-5) and good.gradient_error < 1e-5
+        assert 0 <= good.output_error < 1e-5 and good.worst_gradient and not good.missing
+        assert found["kept"]
+        assert found["wrong"].verdict == "MISMATCH" and not found["wrong"].ok
+        assert found["wrong"].loss_error > 1e-3 and "MISMATCH" in str(found["wrong"])
+        assert found["refused"].verdict == "refused" and "cumsum" in found["refused"].refused
+        assert "fails on rank 1 with the whole sequence" in found["failed"]
+    assert both[0]["wrong"].as_dict() == both[1]["wrong"].as_dict()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: (torch.nn.Linear(2, 2), {}), "call autosp.initialize"),
+        (lambda: ("model", {}), "call autosp.initialize"),
+    ],
+)
+def test_without_a_group(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        autosp.check(*make())
+
+
+def test_what_is_no_plain_model_or_batch() -> None:
+    autosp.initialize({}, device_type="cpu")
+    try:
+        with pytest.raises(InputError, match="a model is a torch.nn.Module, not str"):
+            autosp.check("model", {})  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="compiled already"):
+            autosp.check(torch.compile(torch.nn.Linear(2, 2)), {})  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="a batch is a mapping"):
+            autosp.check(torch.nn.Linear(2, 2), [1])  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="steps is 0"):
+            autosp.check(torch.nn.Linear(2, 2), {}, steps=0)
+        with pytest.raises(InputError, match="loss_of gave a Tensor; a scalar tensor is needed"):
+            autosp.check(torch.nn.Linear(2, 2), {"input": torch.ones(3, 2)}, loss_of=lambda out: out)
+    finally:
+        autosp.mesh.reset()
+
+
+def test_errors_are_relative_and_a_nan_is_never_right() -> None:
+    one = torch.tensor([1.0, -4.0])
+    assert relative_error(one, one) == 0
+    assert relative_error(torch.tensor([1.0, -3.0]), one) == 0.25
+    assert relative_error(torch.zeros(2), torch.tensor([1e-9, 0.0]), floor=1.0) == pytest.approx(1e-9)
+    nan = torch.tensor([float("nan"), -4.0])
+    assert relative_error(nan, nan) == 0
+    assert relative_error(nan, one) != relative_error(nan, one)
+    assert tolerance(torch.nn.Linear(1, 1)) == 1e-5 and tolerance(torch.nn.Linear(1, 1).bfloat16()) == 2e-2
+
+
+class Result:
+    tolerance = 1e-5
+
+
+def test_a_gradient_on_one_side_only_is_a_mismatch() -> None:
+    comparison, model = Comparison(), torch.nn.Linear(2, 1)
+    model.weight.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
+    comparison.expect(0, torch.tensor(1.0), model, None)
+    model.bias.grad = None
+    comparison.compare(0, torch.tensor(1.0), model, None)
+    result: Any = Result()
+    comparison.fill(result)
+    assert result.missing == ["bias"] and not result.ok

@@ -1,0 +1,252 @@
+"""`autosp env`, `check` and `bench step` from their arguments to their exit codes; completion and colours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autosp.bench.step import METHODS, OURS, StepRow
+from autosp.cli import bench_step, launch
+from autosp.cli import check as check_command
+from autosp.cli.check import CheckSettings
+from autosp.cli.check_rank import _batch, _cases
+from autosp.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+# --- env
+
+
+def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_LOGS", "graph_breaks")
+    assert run("env", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["packages"]["torch"] == torch.__version__ and found["environment"]["TORCH_LOGS"] == "graph_breaks"
+    assert found["usable"]["gloo"] == "yes" and found["usable"]["torch version"].startswith("yes")
+    if not torch.cuda.is_available():
+        assert found["usable"]["nccl"] == "no: torch sees no GPU"
+    assert all(value == "yes" or value.startswith(("yes: ", "no: ")) for value in found["usable"].values())
+    assert run("env") == 0
+    assert "usable:" in capsys.readouterr().out
+
+
+# --- check
+
+
+def test_cases_are_all_labels_without_a_mask_and_all_masks_once() -> None:
+    settings = CheckSettings(None, "", [8], ["all", "one-token"], ["none", "ones", "left-padding"])
+    assert list(_cases(settings)) == [
+        (8, "all", "none"),
+        (8, "one-token", "none"),
+        (8, "all", "ones"),
+        (8, "all", "left-padding"),
+    ]
+
+
+def test_patterns_of_labels_and_masks() -> None:
+    def made(labels: str, mask: str) -> dict[str, Any]:
+        ids = torch.arange(16).reshape(2, 8)
+        return _batch({"input_ids": ids, "labels": ids.clone()}, labels, mask, torch.nn.Linear(1, 1))
+
+    assert (made("prompt-ignored", "none")["labels"] == -100).sum(1).tolist() == [4, 4]
+    assert (made("one-token", "none")["labels"] != -100).sum(1).tolist() == [1, 1]
+    assert "attention_mask" not in made("all", "none")
+    right, left = made("all", "right-padding"), made("all", "left-padding")
+    assert right["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [1] * 8]
+    assert left["attention_mask"].tolist() == [[0, 0, 0, 0, 0, 1, 1, 1], [1] * 8]
+    assert (left["labels"] == -100).sum(1).tolist() == [5, 0]
+    assert made("all", "ones")["attention_mask"].all()
+
+
+ROW = {
+    "mesh": "dp 1 x sp 2", "tokens": 8, "labels": "all", "mask": "none", "loss": 1.0, "loss_error": 0.0,
+    "worst_gradient": "w", "gradient_error": 0.0, "output_error": 0.0, "compilations": 1, "seconds": 1.0,
+    "refused": "", "missing": [], "dropout_off": True, "tolerance": 1e-5, "verdict": "ok",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ({}, 0, "1 of 1 cases agree"),
+        ({"verdict": "MISMATCH", "missing": ["bias"]}, 1, "gradients on one side only: bias"),
+        ({"verdict": "refused", "refused": "aten.cumsum: no"}, 1, "refused: aten.cumsum: no"),
+    ],
+)
+def test_verdicts_and_exit_codes(
+    change: dict[str, Any], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[CheckSettings] = []
+
+    def ranks(module: str, file: str, *, nproc: int, debug: bool) -> tuple[dict[int, Any], None]:
+        settings = CheckSettings(**json.loads(Path(file).read_text()))
+        asked.append(settings)
+        Path(settings.result).write_text(json.dumps([{**ROW, **change}]))
+        return {}, None
+
+    monkeypatch.setattr(launch, "run_ranks", ranks)
+    assert run("check", "tool_models:good", "--lengths", "8,9") == code
+    printed = capsys.readouterr().out
+    assert said in printed and "compared in evaluation mode" in printed and "\x1b[" not in printed
+    assert asked[0].lengths == [8, 9] and asked[0].configs == [{"sequence_parallel_size": 2}]
+    assert run("check", "tool_models:good", "--json") == code
+    assert json.loads(capsys.readouterr().out)["rows"][0]["verdict"] == {**ROW, **change}["verdict"]
+
+
+def test_own_mesh_comes_after_sp_2(tmp_path: Path) -> None:
+    own = tmp_path / "ds.json"
+    own.write_text('{"data_parallel_size": 2}')
+    assert check_command._configs(str(own), 4) == [{"sequence_parallel_size": 2}, {"data_parallel_size": 2}]
+    assert check_command._configs(None, 3) == [{"sequence_parallel_size": 3}]
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "message", "code", "said"),
+    [
+        (2, "wrong", 2, "autosp: error: wrong"),
+        (1, "broke", 1, "rank 1 failed: broke"),
+        (-9, "", 1, "killed by signal 9"),
+    ],
+)
+def test_ranks_that_fail(
+    exitcode: int,
+    message: str,
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failure = type("Failure", (), {"exitcode": exitcode, "message": {"message": message}, "timestamp": 0})()
+    monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: ({1: failure}, None))
+    assert run("check", "tool_models:good") == code
+    assert said in capsys.readouterr().err
+
+
+WRONG = {
+    "labels": (("check", "--labels", "some"), "--labels some: choose all or"),
+    "a mask": (("check", "--masks", "half"), "--masks half: choose none or"),
+    "a length": (("check", "--lengths", "8,x"), "--lengths got 'x'"),
+    "a tolerance": (("check", "--rtol", "3"), "--rtol 3.0: a number between 0 and 1"),
+    "a device": (("check", "--device", "tpu"), "--device tpu: choose cpu or cuda"),
+    "a model": (("check", "no/such"), "there is no such path"),
+    "a mesh": (("check", "--config", "no.json"), "there is no file no.json"),
+    "a method": (("bench", "step", "--device", "cpu", "--only", "magic"), "unknown methods ['magic']; allowed are"),
+    "a dtype": (("bench", "step", "--device", "cpu", "--dtype", "int8"), "--dtype int8: choose bfloat16 or"),
+    "options": (("bench", "step", "--device", "cpu", "--options", "{"), "--options is not valid JSON"),
+    "a list of options": (("bench", "step", "--device", "cpu", "--options", "[]"), "a JSON list; an object is needed"),
+    "an option": (("bench", "step", "--device", "cpu", "--options", '{"x": 1}'), "unknown 'x' in torch.compile"),
+    "a backend": (("bench", "step", "--device", "cpu", "--inner-backend", "x"), "--inner-backend x: choose inductor"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_mistakes_end_with_one_line(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, message = WRONG[case]
+    assert run(*arguments) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert message in lines[-1] and lines[-1].startswith("autosp: error: ")
+
+
+def test_commands_that_start_processes_are_not_started_by_torchrun(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "under_launcher", lambda: True)
+    for arguments in (["check", "tool_models:good"], ["bench", "step", "--device", "cpu"]):
+        assert run(*arguments) == 2
+        assert "without torchrun" in capsys.readouterr().err
+
+
+# --- bench step
+
+
+def test_a_length_that_fails_is_a_row_that_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autosp.bench import step as measuring
+
+    def ranks(module: str, file: str, *, nproc: int, debug: bool) -> tuple[dict[int, Any], None]:
+        settings = json.loads(Path(file).read_text())
+        ours = settings["method"] == OURS
+        lengths = settings["lengths"] if ours else settings["lengths"][:1]
+        rows = [StepRow(settings["method"], n, nproc, 2.5, 0.5, n / 0.5 / nproc, 2**30, 9.0) for n in lengths]
+        measuring.write(Path(settings["result"]), rows)
+        failure = type("Failure", (), {"exitcode": 1, "message": {"message": "out of memory"}, "timestamp": 0})()
+        return ({} if ours else {0: failure}), None
+
+    monkeypatch.setattr(launch, "run_ranks", ranks)
+    monkeypatch.setattr(measuring, "missing", lambda method: "" if method in METHODS[:2] else "not installed")
+    files = [str(tmp_path / name) for name in ("step.json", "step.png")]
+    arguments = ["--device", "cpu", "--lengths", "64,128,256", "--json", files[0], "--picture", files[1]]
+    assert run("bench", "step", *arguments) == 0
+    out, err = capsys.readouterr()
+    assert "| autosp | 256 | 2 | 256 | 1.0 | 9.0 | 2.50000 | |" in out.replace("|  |", "| |")
+    assert "| out of memory |" in out and "| not tried |" in out
+    assert "skipped: torch context_parallel: not installed" in err
+    assert len(json.loads(Path(files[0]).read_text())["rows"]) == 6
+    assert Path(files[1]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_every_way_computes_the_same_loss(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    arguments = ["--device", "cpu", "--dtype", "float32", "--inner-backend", "aot_eager", "--steps", "1"]
+    names = [OURS, "Ulysses by hand, compiled", "one GPU, compiled"]
+    only = [part for name in names for part in ("--only", name)]
+    assert run("bench", "step", *arguments, *only, "--json", str(file)) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["method"] for row in rows] == names and all(row["seconds"] > 0 for row in rows)
+    assert max(row["loss"] for row in rows) - min(row["loss"] for row in rows) < 1e-5
+
+
+def test_the_table_of_a_failed_row() -> None:
+    assert bench_step.table([StepRow("x", 8, 2, note="why")]).endswith("| x | 8 | 2 | - | - | - | - | why |")
+
+
+# --- with real processes
+
+
+@pytest.mark.slow
+def test_check_finds_a_wrong_rule_and_tells_of_a_refusal(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "COLUMNS": "200"}
+    for name, code in (("good", 0), ("wrong", 1), ("refused", 1)):
+        arguments = ["--lengths", "8", "--masks", "none", "--labels", "all", "--inner-backend", "eager", "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "autosp.cli.main", "check", f"tool_models:{name}", *arguments],
+            capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        (row,) = json.loads(done.stdout)["rows"]
+        assert row["verdict"] == {"good": "ok", "wrong": "MISMATCH", "refused": "refused"}[name]
+
+
+# --- of all commands
+
+
+@pytest.mark.parametrize("command", [("check",), ("explain",), ("plan",), ("env",), ("bench", "step"), ("train",)])
+def test_help_has_an_example(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Example: autosp" in text and "\x1b[" not in text
+
+
+def test_shell_completion() -> None:
+    environment = {**os.environ, "_AUTOSP_COMPLETE": "complete_bash", "COMP_WORDS": "autosp che", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from autosp.cli.main import main; main()"],
+        capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT,
+    )  # fmt: skip
+    assert done.stdout.strip() == "check", done.stderr
