@@ -21,6 +21,8 @@ from .traffic import is_collective, reason_of, traffic_of
 
 _VALUES = ("placeholder", "get_attr", "call_function")
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_OPEN = 2**40  # a bound that is none
+_BLOCKS = "autosp.block_attention"
 _ROOT = re.compile(r"^L\['(?:self|fn|args)'\](?:\[\d+\])?|^L(?=\[)")
 
 
@@ -50,7 +52,11 @@ def build_report(work: Any, passes: Sequence[PassRecord], masks: Mapping[str, st
     report = _start(work, whole, passes)
     origins = {node.name: node for node in whole.graph.nodes}
     report.collectives = _collectives(work, origins)
-    report.masks = [_mask_record(node, masks) for node in whole.graph.find_nodes(op="call_function", target=_ATTENTION)]
+    report.masks = [
+        _program_record(node) if operator_name(node.target).startswith(_BLOCKS) else _mask_record(node, masks)
+        for node in whole.graph.nodes
+        if node.target is _ATTENTION or operator_name(node.target).startswith(_BLOCKS)
+    ]
     report.fused = _fused(passes)
     report.gathered = [
         Gathering(item.operator, item.location, item.reason, sum(_bytes(*size) for size in item.sizes))
@@ -250,6 +256,21 @@ def _mask_record(node: fx.Node, captured: Mapping[str, str]) -> MaskRecord:
     else:
         became = "causal, no tensor in the model" if causal else "none"
     return MaskRecord(node.name, layer_of(node), became, size)
+
+
+def _program_record(node: fx.Node) -> MaskRecord:
+    """A mask that is computed block by block: what it reads, and the distances that it leaves."""
+    arguments: tuple[Any, ...] = node.args
+    leaves, program, (low, high) = arguments[3], arguments[5], arguments[9]
+    size = sum(nbytes(leaf.meta.get("val")) for leaf in leaves)
+    parts = []
+    if program:
+        what = "bias" if '"score"' in program else "mask"
+        parts.append(f"a {what} computed block by block from {len(leaves)} tensors")
+    if low > -_OPEN or high < _OPEN:
+        ends = [f"at least {low}" if low > -_OPEN else "", f"at most {high}" if high < _OPEN else ""]
+        parts.append("query - key " + " and ".join(end for end in ends if end))
+    return MaskRecord(node.name, layer_of(node), ", ".join(parts) or "none", size)
 
 
 def _fused(passes: Sequence[PassRecord]) -> list[str]:
