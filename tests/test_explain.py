@@ -63,7 +63,7 @@ def test_layouts_and_communication(explained: tuple[dict[str, Any], Path]) -> No
     graph, _ = explained
     nodes = {node["name"]: node for node in graph["nodes"]}
     (attention,) = [n for n in graph["nodes"] if n["operator"] == "aten.scaled_dot_product_attention.default"]
-    assert attention["kind"] == "sharded" and attention["note"] == "ulysses: 4/2 heads"
+    assert attention["kind"] == "sharded" and attention["note"].startswith("ulysses: 4/2 heads (auto: 50.0% of")
     assert attention["layer"] == "model.layers.0.self_attn" and "sdpa" in attention["location"]
     labels = {n["label"]: n for n in graph["nodes"]}
     assert labels["input_ids"]["kind"] == "replicated" and labels["lm_head.weight"]["operator"] == "parameter"
@@ -101,7 +101,7 @@ def test_in_the_terminal(explained: tuple[dict[str, Any], Path]) -> None:
     for part in (
         "model.layers.0",
         "shard(dim 2, s",
-        "(ulysses: 4/2 heads)",
+        "(ulysses: 4/2 heads (auto: 50.0% of the scores on the busiest rank",
         "exchange tokens for heads",
         "its gradient is summed over the group",
         "one rank sends",
