@@ -19,7 +19,7 @@ def rows(tokens: int, vocabulary: int, budget: int) -> int:
     return plan.chunk_rows(0, tokens, vocabulary, vocabulary, 2, budget)
 
 
-@pytest.mark.parametrize("shape, expected", zip(SHAPES, (2048, 1856, 1024), strict=True))
+@pytest.mark.parametrize("shape, expected", list(zip(SHAPES, (2048, 1856, 1024), strict=True)))
 def test_a_chunk_into_a_main_grad_is_less_than_half_a_gib(shape: tuple[int, int, int], expected: int) -> None:
     tokens, width, vocabulary = shape
     step = rows(tokens, vocabulary, plan.chunk_budget(head(width, vocabulary), True, True, alone=True))
