@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from ..layout.infer import STRATEGY
+from ..layout.nodes import FUSION
 from ..layout.placement import Replicate
 from ..layout.stretch import TILED
 from ..location import user_location
@@ -102,10 +103,12 @@ def _node_record(node: fx.Node, work: Any) -> NodeRecord:
 
 
 def _note(node: fx.Node) -> str:
-    """What the rule says about how the operator runs, and whether it runs a part of the tokens at a time."""
+    """What the rule says about how the operator runs, whether it runs a part of the tokens at a time, and for a loss
+    whether its LM head was fused into it."""
     notes = [node.meta[STRATEGY].note] if STRATEGY in node.meta else []
     if TILED in node.meta:
         notes.append(f"in {node.meta[TILED].tiles} parts of the tokens")
+    notes.append(node.meta.get(FUSION, ""))
     return ", ".join(note for note in notes if note)
 
 
