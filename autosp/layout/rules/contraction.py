@@ -103,8 +103,8 @@ def product_strategy(call: OpCall, a: Value, b: Value, names: tuple[str, str]) -
 
 
 def _contracted(call: OpCall, a: Value, b: Value, names: tuple[str, str]) -> Strategy:
-    """The contracted tokens are cut, in both operands or in one, whose rows the whole one is cut to: each rank's product
-    is a partial sum.
+    """The contracted tokens are cut, in both operands or in one, to whose rows the other is cut: each rank's product is
+    a partial sum.
     """
     first, second = names
     cut = (a.shard or b.shard).at(a.ndim - 1)
