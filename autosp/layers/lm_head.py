@@ -81,8 +81,8 @@ def plan_lm_head(model: nn.Module, *, embedding: bool = False) -> HeadPlan:
         raise InputError(f"the LM head {name!r} has forward hooks, which would be lost; register them afterwards")
     if head.bias is not None and (shared := _tied_to(model, f"{name}.bias", head.bias)):
         raise InputError(
-            f"the bias of the LM head {name!r} is also {', '.join(map(repr, shared))}: sharding it would untie them. Give "
-            "the head a bias of its own"
+            f"the bias of the LM head {name!r} is also {', '.join(map(repr, shared))}: sharding it would untie them. "
+            "Give the head a bias of its own"
         )
     tied = _tied_to(model, f"{name}.weight", head.weight)
     if not tied:
