@@ -202,7 +202,9 @@ def test_heads_that_are_refused_leave_the_model_untouched() -> None:
     odd = toys.build()
     odd.get_output_embeddings = lambda: odd.norm
     refused(odd, "the LM head 'norm' is a LayerNorm")
-    refused(zoo.build("bert", tie_word_embeddings=False), "the bias of the LM head 'cls.predictions.decoder' is also")
+    biased = toys.build()
+    biased.head.bias = biased.shared = nn.Parameter(torch.zeros(toys.VOCAB))
+    refused(biased, "the bias of the LM head 'head' is also 'shared'")
     refused(torch.compile(toys.build(), backend="eager"), "wrapped already")
     with pytest.raises(InputError, match="model is a str"):
         plan_lm_head("model")  # type: ignore[arg-type]
