@@ -32,7 +32,8 @@ def wrapped(model: torch.nn.Module, how: str) -> torch.nn.Module:
     if how == "plain":
         return torch.compile(model, backend="autosp")
     if how == "integration":
-        return ddp.wrap(model, bucket_cap_mb=1)
+        # With find_unused_parameters the logits, which have no gradient, go through an autograd function of DDP's.
+        return ddp.wrap(model, bucket_cap_mb=1, find_unused_parameters=True)
     if how == "compiled inside":
         return DistributedDataParallel(torch.compile(model, backend="autosp"), bucket_cap_mb=1)
     assert how == "compiled outside"
