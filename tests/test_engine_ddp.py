@@ -78,7 +78,7 @@ def trained(
     [
         ("plain", {"accumulation": 2, "clip": 0.1}, 2),
         ("integration", {"accumulation": 2, "clip": 0.1}, 4),
-        ("compiled inside", {}, 4),
+        pytest.param("compiled inside", {}, 4, marks=pytest.mark.slow),
         pytest.param("compiled outside", {}, 4, marks=pytest.mark.slow),
         pytest.param("compiled inside", {"accumulation": 2, "clip": 0.1}, 4, marks=pytest.mark.slow),
     ],
@@ -100,10 +100,15 @@ def reductions(rank_info: RankInfo, how: str) -> int:
     return sum(event.count for event in profile.key_averages() if event.key == "gloo:all_reduce")
 
 
-def test_the_integration_adds_no_reduction_to_that_of_ddp(ranks: RankPool) -> None:
-    assert ranks.run(reductions, "integration") == [1, 1]
-    parameters = len(list(toys.build().parameters()))
-    assert ranks.run(reductions, "compiled inside") == [1 + parameters] * 2
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("integration", 1),
+        pytest.param("compiled inside", 1 + len(list(toys.build().parameters())), marks=pytest.mark.slow),
+    ],
+)
+def test_whose_reductions_a_backward_has(ranks: RankPool, how: str, expected: int) -> None:
+    assert ranks.run(reductions, how) == [expected] * 2
 
 
 def split(rank_info: RankInfo) -> None:

@@ -176,6 +176,7 @@ def saved(rank_info: RankInfo, folder: str, load: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     first = ranks.run(saved, str(tmp_path / "checkpoint"), False, world_size=2)
     again = ranks.run(saved, str(tmp_path / "checkpoint"), True, world_size=4)
