@@ -150,10 +150,9 @@ class Checker:
         result = CheckResult(ok=False, tolerance=self.rtol or tolerance(self.model), steps=steps)
         result.dropout_off = self.model.training and draws_in_training(self.model)
         comparison = Comparison()
-        with _kept(self.model, eval_mode=result.dropout_off):
-            weights = {name: tensor.detach().clone() for name, tensor in _tensors(self.model)} if steps > 1 else {}
+        with _kept(self.model, eval_mode=result.dropout_off) as saved:
             self._together(lambda: self._train(self.model, batch, steps, comparison.expect), "plain model")
-            _restore(self.model, weights)
+            _restore(self.model, saved)
             try:
                 self._train(self.compiled, batch, steps, comparison.compare, prepare=self.prepare)
             except Exception as error:
@@ -238,8 +237,8 @@ def _restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
 
 
 @contextmanager
-def _kept(model: torch.nn.Module, *, eval_mode: bool) -> Iterator[None]:
-    """Put weights, buffers, gradients, training mode and the random state back at the end."""
+def _kept(model: torch.nn.Module, *, eval_mode: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """Put weights, buffers, gradients, training mode and the random state back at the end; gives the copies."""
     saved = {name: tensor.detach().clone() for name, tensor in _tensors(model)}
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     modes = {module: module.training for module in model.modules()}
@@ -248,7 +247,7 @@ def _kept(model: torch.nn.Module, *, eval_mode: bool) -> Iterator[None]:
     if eval_mode:
         model.eval()
     try:
-        yield
+        yield saved
     finally:
         _restore(model, saved)
         for name, parameter in model.named_parameters():

@@ -85,14 +85,15 @@ def losses(
                              device, repeats, json_file)  # fmt: skip
         return
     peers = [] if peer == ["none"] else peer or (["eager"] if on_cpu else list(measuring.PEERS))
-    rows = measuring.run(
-        shapes or (_CPU_LOSSES if on_cpu else measuring.SHAPES),
-        dtype or measuring.DTYPES[:2],
-        operator or tuple(measuring.PASSES),
-        peers,
-        device,
-        repeats,
-    )
+    with _MEASURING.stage("Measuring"):
+        rows = measuring.run(
+            shapes or (_CPU_LOSSES if on_cpu else measuring.SHAPES),
+            dtype or measuring.DTYPES[:2],
+            operator or tuple(measuring.PASSES),
+            peers,
+            device,
+            repeats,
+        )
     about = measuring.environment(device)
     print(" ".join(f"{key}={value}" for key, value in about.items()))
     print(measuring.table(rows))
@@ -166,13 +167,14 @@ def linear_loss(
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; allowed are {list(DTYPES)}")
     names = only or [n for n in measuring.methods()[0] if not (on_cpu and n.startswith("torch.compile"))]
-    rows = measuring.run(
-        tuple(shapes) or (_CPU_LINEAR if on_cpu else measuring.SHAPES),
-        tuple(names),
-        device,
-        getattr(torch, dtype),
-        repeats,
-    )
+    with _MEASURING.stage("Measuring"):
+        rows = measuring.run(
+            tuple(shapes) or (_CPU_LINEAR if on_cpu else measuring.SHAPES),
+            tuple(names),
+            device,
+            getattr(torch, dtype),
+            repeats,
+        )
     name = "cpu" if on_cpu else torch.cuda.get_device_name(where)
     print(f"{name}, torch {torch.__version__}, {dtype}, median of {repeats}\n")
     print(measuring.table_text(rows))
