@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autosp.cli import bench_step
+from autosp.cli.progress import Plain
 from autosp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 # What --device cpu measures when no shape is given: it shows that everything runs, not how fast.
 _CPU_LOSSES = ((64, 1000),)
 _CPU_LINEAR = ((64, 32, 1000),)
+
+# Lines even on a terminal: the thread of a live bar would take part in what is measured.
+_MEASURING = Plain()
 
 app = typer.Typer(
     no_args_is_help=True,
