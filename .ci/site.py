@@ -101,8 +101,9 @@ def rules() -> Iterator[tuple[str, str, str]]:
 def _operators(node: ast.expr, constants: dict[str, ast.expr]) -> list[str]:
     if isinstance(node, ast.Starred):
         node = constants.get(getattr(node.value, "id", ""), node.value)
-    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-        return [name for item in node.elts for name in _operators(item, constants)]
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set, ast.Dict)):
+        items = node.keys if isinstance(node, ast.Dict) else node.elts
+        return [name for item in items if item is not None for name in _operators(item, constants)]
     if isinstance(node, ast.Attribute):
         return [ast.unparse(node).replace("torch.ops.", "").removesuffix(".default")]
     return []
