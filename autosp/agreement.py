@@ -30,15 +30,15 @@ _COMPILES_WHILE_ANOTHER_STEPS = "One rank compiles while another runs what it ha
 _REMEDY = {
     "compile": "Give every rank of the group the same model, the same code and inputs of the same shapes and dtypes.",
     "step": (
-        "Every rank of a sequence group must get the same batch (autosp cuts it): shard your data loader over the data "
-        "parallel axis only."
+        "Every rank of a sequence group, and of a tensor-parallel one, must get the same batch (autosp cuts it): shard "
+        "your data loader over the data parallel axis only."
     ),
     "model": "Seed every rank alike before the model is made, or broadcast its parameters over the group.",
 }
 
 
 def agree(state: AutoSPState, kind: str, payload: bytes | Mapping[str, bytes], *, detail: str = "") -> None:
-    """Raise on every rank of this rank's sequence group unless all of them came here with the same payload.
+    """Raise on every rank of `state.check_ranks` (the sequence group) unless all came here with the same payload.
 
     Does nothing when the group has one rank or moves no data (torch's "fake" backend). Collective: the ranks of the
     group must call it the same number of times.
@@ -71,7 +71,7 @@ def agree(state: AutoSPState, kind: str, payload: bytes | Mapping[str, bytes], *
 
 def _gather(state: AutoSPState, kind: str, record: bytes) -> list[bytes]:
     mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    everyone = [torch.empty(_KIND_BYTES + _DIGEST_BYTES, dtype=torch.uint8) for _ in state.ranks["sp"]]
+    everyone = [torch.empty(_KIND_BYTES + _DIGEST_BYTES, dtype=torch.uint8) for _ in state.check_ranks]
     try:
         dist.all_gather(everyone, mine, group=state.check_group)
     except RuntimeError as error:
@@ -80,7 +80,7 @@ def _gather(state: AutoSPState, kind: str, record: bytes) -> list[bytes]:
 
 
 def _gather_reports(state: AutoSPState, kind: str, report: tuple[str, dict[str, str], str]) -> list[Any]:
-    reports: list[Any] = [None for _ in state.ranks["sp"]]
+    reports: list[Any] = [None for _ in state.check_ranks]
     try:
         dist.all_gather_object(reports, report, group=state.check_group)
     except RuntimeError as error:
@@ -89,17 +89,17 @@ def _gather_reports(state: AutoSPState, kind: str, report: tuple[str, dict[str, 
 
 
 def _nobody_came(state: AutoSPState, kind: str, error: RuntimeError) -> str:
-    ranks = state.ranks["sp"]
+    ranks = state.check_ranks
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return (
-        f"rank {ranks[state.coordinates['sp']]} is at the {kind!r} check of its sequence group {list(ranks)}, but at "
+        f"rank {dist.get_rank()} is at the {kind!r} check of its sequence group {list(ranks)}, but at "
         f"least one other rank did not come within {state.config.verify_timeout:g} s (verify_timeout) or has ended: it "
         f"runs other code, makes another number of steps, or failed (see its own output). Reported by gloo: {reason}"
     )
 
 
 def _describe(state: AutoSPState, reports: list[tuple[str, dict[str, str], str]]) -> str:
-    ranks = state.ranks["sp"]
+    ranks = state.check_ranks
     kinds = {kind for kind, _, _ in reports}
     if len(kinds) > 1:
         places = ", ".join(f"rank {rank} at {kind!r}" for rank, (kind, _, _) in zip(ranks, reports, strict=True))

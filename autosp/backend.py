@@ -22,12 +22,26 @@ from torch._guards import detect_fake_mode
 from . import mesh
 from .agreement import agree
 from .capture import capture_graph, fake_inputs
-from .custom_ops import collectives, fused_loss, loss  # noqa: F401
+from .custom_ops import (  # noqa: F401
+    block_attention,
+    collectives,
+    convolution,
+    fused_loss,
+    loss,
+    ring_attention,
+    vocab_linear,
+    vocab_parallel,
+    vocab_softmax,
+)
 from .errors import ConfigError, RankMismatchError, UnsupportedGraphError
 from .inner import compile_local
-from .layout.axis import Axis
+from .layout.axis import SEQUENCE, VOCABULARY, Axis
 from .layout.registry import find_rule
+from .layout.rules.attention import register_block_rule
+from .layout.rules.convolution import register_convolution_rule
 from .layout.rules.loss import register_fused_rules
+from .layout.rules.vocabulary import register_head_rules
+from .layout.rules.vocabulary_loss import register_vocabulary_rules
 from .mesh import AutoSPState
 from .passes.pipeline import ALONE, Work, run_pipeline
 from .report.hook import observe_pass, observe_program, observe_refusal
@@ -37,6 +51,10 @@ from .sources import InputSources, find_sources
 
 log = logging.getLogger("autosp")
 register_fused_rules()
+register_head_rules()
+register_vocabulary_rules()
+register_block_rule()
+register_convolution_rule()
 
 _times: dict[str, float] = {}
 
@@ -78,11 +96,12 @@ def compile_for_rank(
     compiler: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """`autosp_backend` for a state that is known; ``compiler`` takes Inductor's place, to look at what it is given."""
-    if state is None or state.sp_size == 1:
+    if state is None or not _is_partitioned(gm, state):
         name = state.config.inner_backend if state is not None else _inner_option(options)
         return (compiler or lookup_backend(name))(_fused_alone(gm, example_inputs, state), example_inputs)
     start = time.perf_counter()
     try:
+        _refuse_split_by_ddp(gm)
         work, found = _partition(gm, example_inputs, state)
         payload = {
             "graph": _graph_text(gm, example_inputs, bool(found.sharded)),
@@ -103,7 +122,31 @@ def compile_for_rank(
     _times.update((f"pass.{name}", seconds) for name, seconds in work.seconds.items())
     _report(work)
     checked = [Checked(index, key) for index, key in found.keys.items()] if state.config.verify == "inputs" else []
-    return LocalProgram(compiled, work.specs, work.axis, state, checked, state.config.outputs, found.sharded)
+    return LocalProgram(
+        compiled, work.specs, work.axis, state, checked, state.config.outputs, found.sharded,
+        vocabulary=work.vocabulary, vocabulary_specs=work.vocabulary_specs,
+    )  # fmt: skip
+
+
+def _is_partitioned(gm: fx.GraphModule, state: AutoSPState) -> bool:
+    return state.sp_size > 1 or (state.has_vocabulary_axis and _has_head(gm))
+
+
+def _has_head(gm: fx.GraphModule) -> bool:
+    """Whether the graph, or a body in it, computes the logits of a vocabulary-parallel head."""
+    return any("vocab_linear" in str(n.target) for m in gm.modules() if hasattr(m, "graph") for n in m.graph.nodes)
+
+
+def _refuse_split_by_ddp(gm: fx.GraphModule) -> None:
+    reason = getattr(getattr(gm, "compile_subgraph_reason", None), "reason", "")
+    if "DDPOptimizer" in reason:
+        raise UnsupportedGraphError(
+            "torch._dynamo.config.optimize_ddp cut the graph at the gradient buckets of DistributedDataParallel, and "
+            "what flows between the parts has lost how it is sharded",
+            operator="autosp",
+            remedy="set torch._dynamo.config.optimize_ddp = False before the first step (autosp.initialize does so; "
+            "something has turned it on again)",
+        )
 
 
 def _inner_option(options: dict[str, Any] | None) -> str:
@@ -142,13 +185,17 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
             check_rows(value, state.sp_size)
     fake_mode = detect_fake_mode(example_inputs) or detect_fake_mode()
     axis = Axis(
-        name="sp",
+        name=SEQUENCE,
         size=state.sp_size,
         rank=state.sp_rank,
         group=state.sp_group,
         gradient_reduction=state.config.gradient_reduction,
         attention=state.config.attention,
     )
+    vocabulary = None
+    if state.has_vocabulary_axis:
+        tp = state.sizes["tp"], state.coordinates["tp"], state.group_names["tp"]
+        vocabulary = Axis(VOCABULARY, *tp)
     fakes = fake_inputs(example_inputs, fake_mode)
     found = find_sources(gm, fakes, axis)
     captured = capture_graph(gm, found.whole, fake_mode, lambda target: find_rule(target) is not None)
@@ -166,6 +213,8 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
         fuse_linear_cross_entropy=state.config.fuse_linear_cross_entropy,
         token_tiles=state.config.token_tiles,
         linear_cross_entropy_memory=state.config.linear_cross_entropy_memory,
+        vocabulary=vocabulary,
+        fuse_vocabulary_head=state.config.vocab_parallel_ce_backend == "fused_linear",
         observe=observe_pass,
     )
     try:
@@ -191,11 +240,36 @@ def _graph_text(gm: fx.GraphModule, example_inputs: Sequence[Any], has_shards: b
         return repr(
             [str(getattr(node.target, "__name__", node.target)) for node in gm.graph.nodes if node.op[:4] == "call"]
         ).encode()
+    rows = _vocabulary_rows(gm)
     shapes = [
-        (tuple(map(str, v.shape)), str(v.dtype)) if isinstance(v, torch.Tensor) else str(v) for v in example_inputs
+        (tuple(map(str, value.shape[node in rows :])), str(value.dtype))
+        if isinstance(value, torch.Tensor)
+        else str(value)
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     ]
-    text = re.sub(r"index=\d+|cuda:\d+", "", str(gm.graph))
+    # The last argument of a vocabulary layer is the name of its group, which a rank shares with some only.
+    lines = [
+        f"{node.name} = {node.target}{node.args[:-1]}" if _is_vocabulary_layer(node) else node.format_node()
+        for node in gm.graph.nodes
+    ]
+    text = re.sub(r"index=\d+|cuda:\d+", "", "\n".join(map(str, lines)))
     return f"{text}\n{shapes}".encode()
+
+
+def _is_vocabulary_layer(node: fx.Node) -> bool:
+    return node.op == "call_function" and str(node.target).startswith(("autosp.vocab_linear", "autosp.vocab_embedding"))
+
+
+def _vocabulary_rows(gm: fx.GraphModule) -> set[fx.Node]:
+    """Inputs that hold some rows of a vocabulary, weights and biases of its layers: shards may differ by some rows."""
+    found: set[fx.Node] = set()
+    for node in filter(_is_vocabulary_layer, gm.graph.nodes):
+        for source in node.args[1:3]:
+            while isinstance(source, fx.Node) and source.op != "placeholder" and source.args:
+                source = source.args[0]  # a cast of it
+            if isinstance(source, fx.Node):
+                found.add(source)
+    return found
 
 
 def _shapes(example_inputs: Sequence[Any], found: InputSources) -> str:
@@ -206,8 +280,9 @@ def _report(work: Work) -> None:
     if work.gathered:
         names = sorted({f"{item.operator} at {item.location}" for item in work.gathered})
         log.warning(
-            '%d operators ran on the whole sequence (unsupported: "gather"), which gathers %d tensors a step: %s',
+            '%d operators ran on the whole %s (unsupported: "gather"), which gathers %d tensors a step: %s',
             len(work.gathered),
+            " or ".join(axis.what for axis in (work.axis, work.vocabulary) if axis is not None and axis.size > 1),
             sum(len(item.sizes) for item in work.gathered),
             "; ".join(names),
         )

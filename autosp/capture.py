@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .errors import UnsupportedGraphError
+from .flex_capture import emit_flex_attention
 from .location import user_location
 
 _checkpoint_ids = itertools.count(1)
@@ -62,6 +63,8 @@ class _CaptureInterpreter(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             return self._inline_checkpoint(args[0], args[1:], kwargs)
+        if target is torch.ops.higher_order.flex_attention:
+            return emit_flex_attention(args, user_location(self._current()))
         if isinstance(target, torch._ops.HigherOrderOperator):
             self._refuse_higher_order(target)
         return super().call_function(target, args, kwargs)

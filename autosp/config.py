@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -43,7 +43,13 @@ OPTION_NAMES = (
     "overlap_communication",
     "token_tiles",
 )
-NOT_BUILT = {"attention": ("allgather_kv", "ring", "hybrid")}
+# A strategy of attention is a file of that folder; its name is the value of the setting.
+_STRATEGY_FILES = (Path(__file__).parent / "layout" / "attention" / "strategies").glob("[a-z]*.py")
+ATTENTION_STRATEGIES = ("auto", *sorted(path.stem for path in _STRATEGY_FILES))
+if TYPE_CHECKING:
+    AttentionStrategy = str
+else:
+    AttentionStrategy = Literal[ATTENTION_STRATEGIES]
 COMPILE_PASSES = ("z1", "z3", "autosp")
 _TENSOR_PARALLEL_FIELDS = {
     "autotp_size": "tensor_parallel_size",
@@ -75,7 +81,7 @@ class AutoSPConfig(BaseModel):
     """The settings of autosp: frozen, keyword-only, unknown names refused.
 
     Raises:
-        ConfigError: an unknown setting, a value that is not allowed, or one that is not built yet.
+        ConfigError: an unknown setting or a value that is not allowed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
@@ -89,8 +95,9 @@ class AutoSPConfig(BaseModel):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share one vocabulary (`tensor_parallel.autotp_size` in the JSON)."""
 
-    attention: Literal["auto", "ulysses", "allgather_kv", "ring", "hybrid"] = "auto"
-    """How attention sees the whole sequence. Built today: "auto" and "ulysses" (all-to-all, heads over ranks)."""
+    attention: AttentionStrategy = "auto"
+    """How attention sees the whole sequence: "ulysses" (tokens exchanged for heads), "allgather_kv" (keys and values
+    gathered), "ring" (keys and values go round), "hybrid" (heads inside, gathered outside), or "auto": the cheapest."""
 
     gradient_reduction: Literal["graph", "engine_mean", "engine_sum"] = "graph"
     """Who sums a parameter's gradient over the sequence group. "graph": the compiled backward, right with no engine and
@@ -144,7 +151,8 @@ class AutoSPConfig(BaseModel):
     """Keep the LM head and its logits sharded over the vocabulary (DeepSpeed's key of the same name)."""
 
     vocab_parallel_ce_backend: Literal["torch", "liger", "fused_linear"] = "torch"
-    """The loss on vocabulary shards; "torch" and "liger" as in DeepSpeed, "fused_linear" never holds the logits."""
+    """The loss of a sharded head. "torch" and "liger" (DeepSpeed's words for it): from sharded logits, by autosp's own
+    operators either way; "fused_linear": from hidden states and head, so that the logits never exist."""
 
     vocab_parallel_embedding: bool = False
     """Shard a tied embedding together with the LM head; without it a tied head is refused."""
@@ -154,11 +162,6 @@ class AutoSPConfig(BaseModel):
             super().__init__(**settings)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
-        for name, missing in NOT_BUILT.items():
-            if (value := getattr(self, name)) in missing:
-                raise ConfigError(
-                    f"{name} is {value!r}, which is not built yet; what exists: {_listing(_choices(name))}"
-                )
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str] | Mapping[str, Any], world_size: int) -> AutoSPConfig:
@@ -171,7 +174,7 @@ class AutoSPConfig(BaseModel):
             ConfigError: the file cannot be read; an unknown key or value in our section; sizes that contradict each
                 other or do not cover the world.
         """
-        tree = _load(source)
+        tree = read_json(source)
         settings = _read_options(tree)
         settings.update(_read_compile(tree))
         settings.update(_read_tensor_parallel(tree))
@@ -210,7 +213,12 @@ class AutoSPConfig(BaseModel):
         return self.deepcompile and "autosp" in (self.compile_passes or ())
 
 
-def _load(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+def read_json(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a JSON file holds, duplicate keys refused; a mapping as it is.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no JSON object.
+    """
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, (str, os.PathLike)):
@@ -327,8 +335,10 @@ def _without_effect(config: AutoSPConfig) -> list[str]:
     found = []
     if config.sequence_parallel_size == 1:
         # inner_backend still compiles the plain model, whose LM head may be fused; the others shape what happens over a
-        # sequence group.
-        used = ("inner_backend", "fuse_linear_cross_entropy", "linear_cross_entropy_memory")
+        # sequence group, or over one that shares a vocabulary.
+        used = {"inner_backend", "fuse_linear_cross_entropy", "linear_cross_entropy_memory"}
+        if config.vocab_parallel_lm_head and config.tensor_parallel_size > 1:
+            used |= {"outputs", "unsupported", "verify", "verify_timeout"}
         names = [name for name in OPTION_NAMES if name in given and name not in used]
         if names:
             found.append(f"{', '.join(names)}: no effect, since sequence_parallel_size is 1")
@@ -363,10 +373,10 @@ def _explain(error: ValidationError) -> str:
 
 
 def _choices(name: str) -> tuple[str, ...]:
-    """The values of a setting that is one of a few words and that are built; empty for any other setting."""
+    """The values of a setting that is one of a few words; empty for any other setting."""
     annotation = AutoSPConfig.model_fields[name].annotation if name in AutoSPConfig.model_fields else None
     arguments = getattr(annotation, "__args__", ())
-    return tuple(value for value in arguments if isinstance(value, str) and value not in NOT_BUILT.get(name, ()))
+    return tuple(value for value in arguments if isinstance(value, str))
 
 
 def _listing(values: list[str] | tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Settings of Dynamo's own that keep transformers models in one graph."""
+"""Settings of Dynamo's own that keep models in one graph."""
 
 from __future__ import annotations
 
@@ -27,3 +27,11 @@ def _tells_news(record: logging.LogRecord) -> bool:
     """Torch 2.11 writes its settings as JSON after each compilation, fails at this one, and logs a traceback."""
     error = record.exc_info[1] if record.exc_info else None
     return "_lru_cache_wrapper is not JSON serializable" not in str(error)
+
+
+def keep_graphs_whole_under_ddp() -> None:
+    """Turn off ``optimize_ddp``, which cuts the graph of a model under DistributedDataParallel at its gradient buckets.
+
+    Between the parts it hands plain tensors on, so the layouts of autosp could not follow.
+    """
+    torch._dynamo.config.optimize_ddp = False

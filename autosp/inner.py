@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .config import AutoSPConfig
 from .gradient_sums import JoinGradientSums
 
-_ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default,)
+_ATTENTION = ("aten::scaled_dot_product_attention", "autosp::block_attention", "autosp::ring_attention")
 
 
 def compile_local(
@@ -48,7 +47,8 @@ def compile_local(
 def keep_attention(graph: fx.GraphModule) -> None:
     """Have the partitioner save what attention gives: a budget recomputes what is cheap, and this grows with S²."""
     for node in graph.graph.nodes:
-        if node.target in _ATTENTION and "recompute" not in node.meta:
+        name = getattr(getattr(node.target, "_schema", None), "name", "")
+        if name in _ATTENTION and "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 

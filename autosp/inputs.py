@@ -184,7 +184,8 @@ def _tag_all(tensors: dict[str, Any], seq_dim: SequenceDim) -> None:
         dynamic = (tensor.ndim - 2, tensor.ndim - 1) if _is_square_mask(key, tensor.ndim) else (dim,)
         for index in {dim, *dynamic}:
             if tensor.shape[index] > shortest:
-                torch._dynamo.mark_dynamic(tensor, index)
+                # Not enforced: a model may fix a length (a BlockMask, a loop over tokens) and compile anew for each.
+                torch._dynamo.maybe_mark_dynamic(tensor, index)
         setattr(tensor, TAG, (key, dim))
 
 

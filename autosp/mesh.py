@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autosp.agreement import agree
 from autosp.config import AutoSPConfig
-from autosp.dynamo_settings import ignore_transformers_warnings
-from autosp.errors import ConfigError, InputError
+from autosp.dynamo_settings import ignore_transformers_warnings, keep_graphs_whole_under_ddp
+from autosp.errors import ConfigError, InputError, RankMismatchError
 
 __all__ = ["AXES", "AutoSPState", "agree", "current", "initialize", "reset", "select", "use"]
 
@@ -57,10 +58,12 @@ class AutoSPState:
     """The global ranks of this rank's group along each axis, in order."""
     group_names: Mapping[str, str | None]
     """The names by which functional collectives and our operators know this rank's groups."""
+    check_ranks: tuple[int, ...]
+    """The global ranks that must be given the same inputs: this rank's sequence group, and with a vocabulary-parallel
+    head those that share its vocabulary too."""
     check_group: dist.ProcessGroup | None
-    """A gloo group over this rank's sequence group for comparisons on the host; None when there is nothing to compare.
-    It is a group of its own, so that a comparison never meets a collective of the model, and so that it has its own
-    time limit."""
+    """A gloo group over `check_ranks` for comparisons on the host; None when there is nothing to compare. It is a group
+    of its own, so that a comparison never meets a collective of the model, and so that it has its own time limit."""
 
     @property
     def sp_size(self) -> int:
@@ -76,6 +79,11 @@ class AutoSPState:
     def sp_group(self) -> str | None:
         """Name of this rank's sequence group."""
         return self.group_names["sp"]
+
+    @property
+    def has_vocabulary_axis(self) -> bool:
+        """Whether the LM head is sharded over the vocabulary."""
+        return self.config.vocab_parallel_lm_head and self.sizes["tp"] > 1
 
 
 _current: AutoSPState | None = None
@@ -97,12 +105,15 @@ def initialize(
     Args:
         config: path of a DeepSpeed-style JSON, what such a file holds, or an `AutoSPConfig`.
         model: checked to be the same on every rank of a sequence group (names, shapes, dtypes, and a checksum of the
-            values), since different weights would give a plausible and wrong loss.
+            values), since different weights would give a plausible and wrong loss. With
+            ``tensor_parallel.vocab_parallel_lm_head`` and more than one rank in "tp" its LM head is then replaced by a
+            vocabulary-parallel one, in place; see `autosp.shard_lm_head`.
         device_type: "cuda" or "cpu"; by default what the process group was made for, else "cuda" where there is one.
 
     Raises:
         ConfigError: a setting is wrong, the mesh does not cover the world, or the device is not there.
         RankMismatchError: `model` differs within a sequence group.
+        InputError: the LM head of `model` cannot be sharded over the vocabulary; `model` is untouched then.
     """
     global _current
     ignore_transformers_warnings()
@@ -111,16 +122,17 @@ def initialize(
         config = config.for_world(world_size)
     else:
         config = AutoSPConfig.from_json(config, world_size)
-    if config.vocab_parallel_lm_head and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            "tensor_parallel.vocab_parallel_lm_head is not built yet; remove it, or set autotp_size to 1, to keep the "
-            "head whole"
-        )
     device_type = _device_type(device_type)
     _start_process_group(device_type)
     state = _build(config, device_type) if dist.is_initialized() else _alone(config, device_type)
+    if state.sp_size > 1:
+        keep_graphs_whole_under_ddp()
     if model is not None:
+        if state.has_vocabulary_axis:
+            _check_head(state, model)
         _check_model(state, model)
+    if state.has_vocabulary_axis:
+        _shard_head(state, model)
     _known.add(state)
     _current = state
     return state
@@ -229,10 +241,13 @@ def _build(config: AutoSPConfig, device_type: str) -> AutoSPState:
     assert shape[0] is not None and shape[1] is not None
     mesh = init_device_mesh(device_type, (shape[0], shape[1], shape[2]), mesh_dim_names=AXES)
     groups = {axis: mesh.get_group(axis) for axis in AXES}
-    check_group = None
-    if shape[1] > 1 and dist.get_backend() != "fake":
+    if config.vocab_parallel_lm_head:
+        rows = mesh.mesh.reshape(shape[0], -1).tolist()
+    else:
         # transpose: rows of the sp axis, one for each (dp, tp); every rank of the world takes part in making all.
         rows = mesh.mesh.transpose(1, 2).reshape(-1, shape[1]).tolist()
+    check_group = None
+    if len(rows[0]) > 1 and dist.get_backend() != "fake":
         check_group, _ = dist.new_subgroups_by_enumeration(
             rows, timeout=timedelta(seconds=config.verify_timeout), backend="gloo", group_desc="autosp_check"
         )
@@ -244,6 +259,7 @@ def _build(config: AutoSPConfig, device_type: str) -> AutoSPState:
         coordinates={axis: mesh.get_local_rank(axis) for axis in AXES},
         ranks={axis: tuple(dist.get_process_group_ranks(group)) for axis, group in groups.items()},
         group_names={axis: group.group_name for axis, group in groups.items()},
+        check_ranks=next(tuple(row) for row in rows if dist.get_rank() in row),
         check_group=check_group,
     )
 
@@ -257,7 +273,39 @@ def _alone(config: AutoSPConfig, device_type: str) -> AutoSPState:
         coordinates=dict.fromkeys(AXES, 0),
         ranks={axis: (0,) for axis in AXES},
         group_names=dict.fromkeys(AXES, None),
+        check_ranks=(0,),
         check_group=None,
+    )
+
+
+def _check_head(state: AutoSPState, model: torch.nn.Module) -> None:
+    from autosp.layers.lm_head import plan_lm_head
+
+    try:
+        plan_lm_head(model, embedding=state.config.vocab_parallel_embedding)
+    except InputError:
+        # The others must not wait for a rank that refuses what they accept; this rank's own error tells more.
+        with contextlib.suppress(RankMismatchError):
+            agree(state, "refused", b"")
+        raise
+
+
+def _shard_head(state: AutoSPState, model: torch.nn.Module | None) -> None:
+    if model is None:
+        warnings.warn(
+            "tensor_parallel.vocab_parallel_lm_head is set, but initialize got no model: pass model=, or call "
+            "autosp.shard_lm_head(model, state.mesh['tp']); until then every rank has the whole head",
+            stacklevel=3,
+        )
+        return
+    from autosp.layers import shard_lm_head
+
+    assert state.mesh is not None
+    shard_lm_head(
+        model,
+        state.mesh["tp"],
+        embedding=state.config.vocab_parallel_embedding,
+        ce_backend=state.config.vocab_parallel_ce_backend,
     )
 
 

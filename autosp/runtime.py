@@ -77,6 +77,8 @@ class LocalProgram:
         checked: inputs compared over the group before each step; empty for none.
         outputs: "dtensor", "full" or "local".
         sharded_inputs: places of the arguments that arrive as DTensors, with the tensor dimension they are cut along.
+        vocabulary: the axis of a vocabulary-parallel head, if there is one.
+        vocabulary_specs: the same as `specs` for that axis; empty when nothing is cut over it.
     """
 
     def __init__(
@@ -88,6 +90,9 @@ class LocalProgram:
         checked: Sequence[Checked],
         outputs: str,
         sharded_inputs: Mapping[int, int],
+        *,
+        vocabulary: Axis | None = None,
+        vocabulary_specs: Sequence[OutputSpec] = (),
     ) -> None:
         self.inner = inner
         self.specs = list(specs)
@@ -96,6 +101,8 @@ class LocalProgram:
         self.checked = list(checked)
         self.outputs = outputs
         self.sharded_inputs = dict(sharded_inputs)
+        self.vocabulary = vocabulary
+        self.vocabulary_specs = list(vocabulary_specs)
 
     def __call__(self, *args: Any) -> list[Any]:
         for index in self.sharded_inputs:
@@ -121,16 +128,23 @@ class LocalProgram:
         return pad_rows(local.movedim(dim, 0), 0, missing).movedim(0, dim).contiguous()
 
     def _wrap(self, results: Sequence[Any], index: int, spec: OutputSpec) -> Any:
-        value = results[index]
-        if spec.shard is None:
-            return value
-        length = int(results[spec.length_index])
-        block = self.axis.block(length)
-        held = max(0, min(block, length - self.axis.rank * block))
-        dim = spec.shard.dim
-        local = value if held == block else value.narrow(dim, 0, held)
-        if self.outputs == "local":
+        """One output as the user gets it: whole, this rank's part, or a DTensor over the axes that it is cut over."""
+        local = value = results[index]
+        cuts: list[tuple[str, int]] = []
+        shape = list(value.shape) if isinstance(value, torch.Tensor) else []
+        specs = [(self.axis, spec)]
+        if self.vocabulary is not None and self.vocabulary_specs:
+            specs.append((self.vocabulary, self.vocabulary_specs[index]))
+        for axis, each in specs:
+            if each.shard is None:
+                continue
+            length, dim = int(results[each.length_index]), each.shard.dim
+            block = axis.block(length)
+            held = max(0, min(block, length - axis.rank * block))
+            local = local if held == block else local.narrow(dim, 0, held)
+            shape[dim] = length
+            cuts.append((axis.name, dim))
+        if not cuts or self.outputs == "local":
             return local
-        shape = list(value.shape)
-        shape[dim] = length
-        return from_local(local, self.state.mesh["sp"], dim, shape)
+        mesh = self.state.mesh[tuple(name for name, _ in cuts)]
+        return from_local(local, mesh, [dim for _, dim in cuts], shape)

@@ -17,14 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from .errors import InputError
 
 # What torch itself calls while it makes a fake of an input; it must stay the input that it is.
 _KEEPING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class SequenceTensor(DTensor):
-    """A DTensor cut over the sequence axis; see the module's docstring."""
+    """A DTensor cut over the sequence axis, the vocabulary axis or both; see the module's docstring."""
 
     @staticmethod
     def __tensor_unflatten__(
@@ -39,12 +42,45 @@ class SequenceTensor(DTensor):
     ) -> Any:
         flat, spec = tree_flatten((tuple(args), dict(kwargs or {})))
         if not any(isinstance(x, SequenceTensor) and isinstance(x._local_tensor, FakeTensor) for x in flat):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            try:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" in str(error):
+                    raise InputError(_mixed(func, flat)) from error
+                raise
+            return tree_map(_still_cut, result)
         if func in _KEEPING:
             local = func(args[0]._local_tensor, *args[1:], **(kwargs or {}))
             return SequenceTensor(local, args[0]._spec, requires_grad=False)
+        if func is torch.ops.aten.view.default and _is_own_shape(args[0], args[1]):
+            # An engine's autograd hook hands its input on as a view of itself, which a fake is made of once more.
+            local = args[0]._local_tensor
+            return SequenceTensor(local.view(local.shape), args[0]._spec, requires_grad=False)
         whole_args, whole_kwargs = tree_unflatten([_whole(x) for x in flat], spec)
         return func(*whole_args, **whole_kwargs)
+
+
+def _mixed(func: Any, operands: Sequence[Any]) -> str:
+    """What to say of an operator outside any graph that mixes a sharded value with whole ones."""
+    shapes = [tuple(x.shape) for x in operands if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
+    return (
+        f"{func} outside the compiled model takes a value that is sharded over the sequence and whole tensors of shape "
+        f"{', '.join(map(str, shapes))}. Compile that part of the model with backend='autosp' too (compile the whole "
+        "model, or its outermost module as well as its layers), or gather the value with .full_tensor()"
+    )
+
+
+def _is_own_shape(x: torch.Tensor, sizes: Sequence[Any]) -> bool:
+    return len(sizes) == x.dim() and all(statically_known_true(a == b) for a, b in zip(sizes, x.shape, strict=True))
+
+
+def _still_cut(x: Any) -> Any:
+    """A result that is cut over the sequence may enter the next graph too (an engine's hook may cast or alias it)."""
+    if not isinstance(x, DTensor) or isinstance(x, SequenceTensor):
+        return x
+    if len(x.placements) != 1 or type(x.placements[0]) is not ShardPlacement:  # a strided shard is another cut
+        return x
+    return SequenceTensor(x._local_tensor, x._spec, requires_grad=x.requires_grad)
 
 
 def _whole(x: Any) -> Any:
@@ -55,39 +91,56 @@ def _whole(x: Any) -> Any:
     return local.new_empty(x.shape)
 
 
-def from_local(local: torch.Tensor, mesh: DeviceMesh, dim: int, shape: Sequence[int]) -> SequenceTensor:
+def shard(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> SequenceTensor:
+    """Cut a tensor that every rank of the group holds whole; its gradient comes back whole on every rank.
+
+    Args:
+        whole: the same on every rank.
+        mesh: one-dimensional mesh of the sequence group.
+        dim: the dimension to cut, as ``torch.chunk`` does.
+    """
+    from .custom_ops.collectives import shard_sequence
+
+    length = whole.shape[dim]
+    block = -(-length // mesh.size())
+    rows = shard_sequence(whole, dim, length, length, 0, 1, 1, None, mesh.get_group().group_name)
+    held = max(0, min(block, length - mesh.get_local_rank() * block))
+    return from_local(rows.narrow(dim, 0, held), mesh, [dim], list(whole.shape))
+
+
+def from_local(local: torch.Tensor, mesh: DeviceMesh, dims: Sequence[int], shape: Sequence[int]) -> SequenceTensor:
     """The sharded tensor of whole ``shape`` whose part on this rank is ``local``; gradients flow back to ``local``.
 
     Args:
         local: this rank's rows, as ``torch.chunk`` cuts them.
-        mesh: one-dimensional mesh of the sequence group.
-        dim: the cut dimension.
+        mesh: mesh of the groups that share the tensor, the sequence group for one.
+        dims: for each dimension of the mesh, the tensor dimension that it cuts.
         shape: sizes of the whole tensor.
     """
-    result = _FromLocal.apply(local, mesh, dim, tuple(shape))
-    if local.shape[dim] > 1:
-        torch._dynamo.maybe_mark_dynamic(result, dim)
+    result = _FromLocal.apply(local, mesh, tuple(dims), tuple(shape))
+    for dim in dims:
+        if local.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(result, dim)
     return result
 
 
-def _wrap(local: torch.Tensor, mesh: DeviceMesh, dim: int, shape: Sequence[int]) -> SequenceTensor:
+def _wrap(local: torch.Tensor, mesh: DeviceMesh, dims: Sequence[int], shape: Sequence[int]) -> SequenceTensor:
     stride = torch.empty(shape, device="meta").stride()
-    plain = DTensor.from_local(
-        local, mesh, [ShardPlacement(dim)], run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    placements = [ShardPlacement(dim) for dim in dims]
+    plain = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     return SequenceTensor(plain._local_tensor, plain._spec, requires_grad=local.requires_grad)
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, mesh: DeviceMesh, dim: int, shape: tuple[int, ...]) -> Any:
-        ctx.mesh, ctx.dim = mesh, dim
-        return _wrap(local.detach().contiguous(), mesh, dim, shape)
+    def forward(ctx: Any, local: torch.Tensor, mesh: DeviceMesh, dims: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+        ctx.mesh, ctx.dims = mesh, dims
+        return _wrap(local.detach().contiguous(), mesh, dims, shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if isinstance(grad, DTensor):
-            grad = grad.redistribute(ctx.mesh, [ShardPlacement(ctx.dim)]).to_local()
+            grad = grad.redistribute(ctx.mesh, [ShardPlacement(dim) for dim in ctx.dims]).to_local()
         return grad, None, None, None
 
 
@@ -107,4 +160,4 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _wrap(grad.contiguous(), ctx.mesh, ctx.dim, ctx.shape)
+        return _wrap(grad.contiguous(), ctx.mesh, [ctx.dim], ctx.shape)

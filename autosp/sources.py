@@ -68,7 +68,7 @@ def find_sources(gm: fx.GraphModule, fakes: Sequence[Any], axis: Axis) -> InputS
         tag = read_tag(node.meta.get("tensor_dict") or {}, value.dim()) if tagged else _by_name(node, value)
         if tag is not None:
             _add_tagged(found, index, value, *tag)
-    if not found.sources and not found.keys:
+    if not found.sources and not found.keys and axis.size > 1:
         _nothing_found(gm, placeholders, fakes)
     return found
 
@@ -102,11 +102,14 @@ def _add_tagged(found: InputSources, index: int, value: torch.Tensor, key: str, 
 def _add_dtensor(found: InputSources, index: int, value: DTensor, axis: Axis) -> None:
     """What an earlier graph returned sharded: whole for the inference, local rows for the program of a rank."""
     placement = value.placements[0]
-    if len(value.placements) != 1 or not isinstance(placement, ShardPlacement) or value.device_mesh.size() != axis.size:
+    is_ours = len(value.placements) == 1 and value.device_mesh.get_group().group_name == axis.group
+    # A strided shard is a subclass, and another cut.
+    if not is_ours or not isinstance(placement, ShardPlacement) or type(placement) is not ShardPlacement:
         raise UnsupportedGraphError(
-            f"an input is a DTensor with placements {value.placements} over a mesh of {value.device_mesh.size()}",
+            f"an input is a DTensor with placements {value.placements} over {value.device_mesh}",
             operator="autosp",
-            remedy=f"pass plain tensors, or DTensors sharded over the {axis.name!r} mesh of {axis.size} ranks",
+            remedy="keep a loss on vocabulary-sharded logits in the same graph as the model, and otherwise "
+            f"pass plain tensors, or DTensors sharded over the {axis.name!r} mesh of {axis.size} ranks",
         )
     shape = list(value.shape)
     cut = shard_of_dim(shape, placement.dim)

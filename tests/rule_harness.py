@@ -186,7 +186,13 @@ def _error(value: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def run_cases(
-    rank_info: Any, module: str, names: list[str], lengths: list[int], unsupported: str = "error"
+    rank_info: Any,
+    module: str,
+    names: list[str],
+    lengths: list[int],
+    unsupported: str = "error",
+    axis_name: str = "sp",
+    attention: str = "auto",
 ) -> dict[tuple[str, int], Found | str]:
     """Run the cases of ``module.CASES``; a case that fails in an unexpected way gives its traceback."""
     import importlib
@@ -197,7 +203,7 @@ def run_cases(
     from autosp.layout.axis import Axis
 
     state = autosp.initialize({"autosp": {"inner_backend": "eager"}})
-    axis = Axis("sp", state.sp_size, state.sp_rank, state.sp_group)
+    axis = Axis(axis_name, state.sp_size, state.sp_rank, state.sp_group, attention=attention)
     cases = importlib.import_module(module).CASES
     found: dict[tuple[str, int], Found | str] = {}
     for name in names:

@@ -16,7 +16,7 @@ def ids(*shape: int) -> torch.Tensor:
 
 
 def dynamic(tensor: torch.Tensor) -> set[int]:
-    return set(getattr(tensor, "_dynamo_dynamic_indices", ()))
+    return set(getattr(tensor, "_dynamo_weak_dynamic_indices", ()))
 
 
 def tagged(key: str, tensor: torch.Tensor, **more: Any) -> tuple[Any, set[int]]:

@@ -129,10 +129,9 @@ def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch
     assert not dist.is_initialized()
 
 
-def test_a_vocabulary_sharded_head_is_refused_until_it_exists(fake_ranks: Any) -> None:
-    fake_ranks(2)
-    with pytest.raises(ConfigError, match="vocab_parallel_lm_head is not built yet"):
-        autosp.initialize({"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}})
+def test_ranks_that_share_a_vocabulary_compare_notes_too(ranks: RankPool) -> None:
+    tree = {"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}}
+    assert [result["check"] for result in ranks.run(place, tree, world_size=4)] == [[0, 1, 2, 3]] * 4
 
 
 def test_a_fake_group_of_any_size_gets_a_mesh(fake_ranks: Any) -> None:

@@ -288,9 +288,7 @@ case(
 case("cross", lambda q, k, v: sdpa(q, k, v), [HEADS, floats(2, 4, 5, 3), floats(2, 4, 5, 3)], "S2")
 case("cross_bias", lambda q, k, v, m: sdpa(q, k, v, m), [HEADS, *[floats(2, 4, 5, 3)] * 2, floats("S", 5)], "S2")
 case("cross_bias_keys", lambda q, k, v, m: sdpa(q, k, v, m), [HEADS, *[floats(2, 4, 5, 3)] * 2, floats(1, 5)], "S2")
-case(
-    "cross_causal", lambda q, k, v: sdpa(q, k, v, is_causal=True), [HEADS, *[floats(2, 4, 5, 3)] * 2], "refuse: causal"
-)
+case("cross_causal", lambda q, k, v: sdpa(q, k, v, is_causal=True), [HEADS, *[floats(2, 4, 5, 3)] * 2], "S2")
 case("whole_queries", lambda q, k, v: sdpa(q, k, v), [floats(2, 4, 5, 3), HEADS, HEADS], "refuse: queries are whole")
 case("cut_over_batch", lambda q, k, v: sdpa(q, k, v, is_causal=True), [floats("S", 2, 5, 3, at=0)] * 3, "S0")
 case("cut_over_heads", lambda q, k, v: sdpa(q, k, v), [floats(2, "S", 5, 3, at=1)] * 3, "S1")

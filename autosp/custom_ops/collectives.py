@@ -168,6 +168,19 @@ class _AllReduceSum(torch.autograd.Function):
         return grad, None
 
 
+# Up to here a gradient in low precision is summed in fp32: biases, norms and adapters, whose traffic is nothing beside
+# that of the matrices, and which lose most by a rounding at every addition.
+_SMALL = 2**16
+
+
+def _sum_gradient(grad: Tensor, group: str) -> Tensor:
+    """Sum over the group, rounded once where the gradient is small and in low precision."""
+    low = grad.dtype in (torch.bfloat16, torch.float16)
+    if low and statically_known_true(grad.numel() <= _SMALL):
+        return _sum(grad.float(), group).to(grad.dtype)
+    return _sum(grad, group)
+
+
 class _EnterSharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, reduction, group):
@@ -177,7 +190,7 @@ class _EnterSharded(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if ctx.reduction == "sum":
-            grad = _sum(grad, ctx.group)
+            grad = _sum_gradient(grad, ctx.group)
         elif ctx.reduction == "times_size":
             grad = grad * group_size(ctx.group)
         elif ctx.reduction == "over_size":

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._library import define
+from ._library import define, group_rank, group_size
+from .vocab_linear import chunk_bounds
 
 MEAN, SUM = 1, 2
 
@@ -25,11 +26,15 @@ def local_sums(
     softcap: float,
     *,
     memory: str = "auto",
+    size: int = 0,
+    group: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Sum of the losses of these tokens and their number, as ``linear_cross_entropy_sum`` gives them; softcap 0 is
-    none.
+    none. With a group, ``weight`` and ``bias`` are this rank's rows of a vocabulary of ``size``.
     """
     from .linear_loss import linear_cross_entropy_sum
+
+    start, end = chunk_bounds(size, group_size(group), group_rank(group)) if group else (None, None)
 
     return linear_cross_entropy_sum(
         hidden,
@@ -40,6 +45,9 @@ def local_sums(
         label_smoothing=smoothing,
         softcap=softcap if softcap > 0 else None,
         memory=memory,
+        tp_group=group or None,
+        vocab_start_index=start,
+        vocab_end_index=end,
     )
 
 
@@ -47,8 +55,8 @@ def _wide(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _run(hidden, weight, bias, target, reduction, ignore_index, smoothing, softcap, dtype, *, memory="auto"):
-    total, count = local_sums(hidden, weight, bias, target, ignore_index, smoothing, softcap, memory=memory)
+def _run(hidden, weight, bias, target, reduction, ignore_index, smoothing, softcap, dtype, **options):
+    total, count = local_sums(hidden, weight, bias, target, ignore_index, smoothing, softcap, **options)
     from .linear_loss.cross_entropy import mean_of
 
     return (mean_of(total, count) if reduction == MEAN else total).to(dtype)
@@ -56,14 +64,15 @@ def _run(hidden, weight, bias, target, reduction, ignore_index, smoothing, softc
 
 linear_cross_entropy_loss = define(
     "linear_cross_entropy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int reduction, "
-    'int ignore_index, float label_smoothing, float softcap, ScalarType dtype, *, str memory="auto") -> Tensor',
+    "int ignore_index, float label_smoothing, float softcap, ScalarType dtype, *, "
+    'str memory="auto", int size=0, str group="") -> Tensor',
     forward=_run,
     fake=lambda hidden, *args, **_: hidden.new_empty((), dtype=args[-1]),
     autograd=_run,
 )
 linear_cross_entropy_sums = define(
     "linear_cross_entropy_sums(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int ignore_index, "
-    'float label_smoothing, float softcap, *, str memory="auto") -> (Tensor, Tensor)',
+    'float label_smoothing, float softcap, *, str memory="auto", int size=0, str group="") -> (Tensor, Tensor)',
     forward=local_sums,
     fake=lambda hidden, *args, **_: (
         hidden.new_empty((), dtype=_wide(hidden)),
@@ -76,5 +85,6 @@ linear_cross_entropy_loss.__doc__ = """Cross entropy of a linear head, without i
 ``hidden`` is ``[tokens, width]``, ``weight`` ``[vocabulary, width]``, ``bias`` ``[vocabulary]`` or None, ``target`` int
 ``[tokens]``. ``reduction`` is 1 (mean over the targets that are not ``ignore_index``) or 2 (sum); ``softcap`` c > 0
 bounds the logits as ``c * tanh(x / c)``. The result is a scalar of ``dtype``. ``memory``
-is that of ``vocab_parallel_linear_cross_entropy``.
+is that of ``vocab_parallel_linear_cross_entropy``. With a ``group``, ``weight`` and ``bias`` are this rank's rows of a
+vocabulary of ``size`` ids, as ``vocab_linear`` has them.
 """

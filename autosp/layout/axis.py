@@ -10,6 +10,8 @@ import torch
 
 from .placement import IntLike, Shard, known_divides, product, settled
 
+SEQUENCE, VOCABULARY = "sp", "tp"
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -21,7 +23,7 @@ class Axis:
         rank: this rank's place in the group.
         group: name of the process group, as functional collectives take it.
         gradient_reduction: what the edge of a parameter does in the backward: "graph", "engine_mean" or "engine_sum".
-        attention: strategy for attention, "auto" or "ulysses".
+        attention: strategy for attention, "auto" or a file of ``layout.attention.strategies``.
     """
 
     name: str
@@ -31,6 +33,11 @@ class Axis:
     gradient_reduction: str = "graph"
     attention: str = "auto"
     _blocks: dict[Any, IntLike] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def what(self) -> str:
+        """What the axis shares, for messages."""
+        return "vocabulary" if self.name == VOCABULARY else "sequence"
 
     def divides(self, length: IntLike) -> bool:
         """Whether the group divides ``length``; a symbolic length is settled by a guard, so that even and uneven

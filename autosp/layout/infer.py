@@ -154,7 +154,7 @@ def _at_home(value: Value) -> Placement:
 
 def _choose(call: OpCall, node: fx.Node, unsupported: str, gathered: list[Gathered]) -> Strategy:
     values = [value for _, value in call.values()]
-    rule = find_rule(call.target)
+    rule = find_rule(call.target, call.axis.name)
     if all(value.is_replicated for value in values):
         return _choose_whole(call, rule, values)
     try:
@@ -229,7 +229,7 @@ def _home_of(call: OpCall, strategy: Strategy) -> Any:
         return _map_output(strategy.output, _as_shard)
     if _stays(call, strategy) and all(same_placement(value.placement, _at_home(value)) for value in values):
         return _map_output(strategy.output, _as_shard)
-    rule = find_rule(call.target)
+    rule = find_rule(call.target, call.axis.name)
     none = _map_output(strategy.output, lambda _: None)
     if rule is None:
         return none
@@ -264,5 +264,5 @@ def _unsupported(call: OpCall, node: fx.Node, refusal: Refusal) -> UnsupportedGr
         operator=call.name,
         location=user_location(node),
         remedy=refusal.remedy
-        or 'set unsupported: "gather" to run it on the whole sequence, at the cost of memory and traffic',
+        or f'set unsupported: "gather" to run it on the whole {call.axis.what}, at the cost of memory and traffic',
     )

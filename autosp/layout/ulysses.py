@@ -45,7 +45,7 @@ class HeadBlocks:
 
 
 def _pack(
-    tensors: list[torch.Tensor], blocks: list[tuple[tuple[int, int], ...]], ranks: int
+    tensors: list[torch.Tensor], blocks: list[tuple[tuple[int, int], ...]], ranks: int, peers: range
 ) -> tuple[torch.Tensor, list]:
     """One flat buffer, destination by destination, each piece ``[tokens, heads, batch, size]``; and the piece sizes."""
     rows = [t.permute(2, 1, 0, 3) for t in tensors]
@@ -55,10 +55,12 @@ def _pack(
         buffer = torch.cat(parts, dim=2).reshape(-1)
         return buffer, [product([rows[0].shape[i] for i in (0, 2, 3)]) * sum(p.shape[2] for p in parts)] * ranks
     pieces = [
-        torch.cat([r[:, lo:hi] for r, b in zip(rows, blocks, strict=True) for lo, hi in [b[p]]], dim=1)
-        for p in range(ranks)
+        torch.cat([r[:, lo:hi] for r, b in zip(rows, blocks, strict=True) for lo, hi in [b[p]]], dim=1) for p in peers
     ]
-    return torch.cat([piece.reshape(-1) for piece in pieces]), [piece.numel() for piece in pieces]
+    send: list = [0] * ranks
+    for p, piece in zip(peers, pieces, strict=True):
+        send[p] = piece.numel()
+    return torch.cat([piece.reshape(-1) for piece in pieces]), send
 
 
 def _is_partition(blocks: tuple[tuple[int, int], ...], heads: int) -> bool:
@@ -68,7 +70,11 @@ def _is_partition(blocks: tuple[tuple[int, int], ...], heads: int) -> bool:
 
 
 def scatter_heads(
-    axis: Axis, tensors: list[torch.Tensor], blocks: list[tuple[tuple[int, int], ...]], cut: Shard
+    axis: Axis,
+    tensors: list[torch.Tensor],
+    blocks: list[tuple[tuple[int, int], ...]],
+    cut: Shard,
+    peers: range | None = None,
 ) -> list[torch.Tensor]:
     """Exchange tokens for heads in one all-to-all.
 
@@ -77,17 +83,23 @@ def scatter_heads(
         tensors: ``[batch, heads, L, size]`` each, of one dtype and size, all cut over tokens as ``cut``.
         blocks: for each tensor, the heads that each rank receives.
         cut: the cut over tokens.
+        peers: the neighbouring ranks that exchange with this one; None is the whole group.
 
     Returns:
-        For each tensor ``[batch, local heads, cut.size, size]``.
+        For each tensor ``[batch, local heads, cut.size, size]``; among peers, ``[batch, local heads, len(peers) * L,
+        size]``: the rows that they hold, padding rows included.
     """
     batch, _, block, size = tensors[0].shape
     mine = [b[axis.rank][1] - b[axis.rank][0] for b in blocks]
-    buffer, send = _pack(tensors, blocks, axis.size)
-    receive = [block * sum(mine) * batch * size] * axis.size
+    among = range(axis.size) if peers is None else peers
+    buffer, send = _pack(tensors, blocks, axis.size, among)
+    piece = block * sum(mine) * batch * size
+    receive = [piece if p in among else 0 for p in range(axis.size)]
     buffer = torch.ops.autosp.all_to_all(buffer, send, receive, axis.group)
-    rows = buffer.reshape(axis.size * block, sum(mine), batch, size)
-    if axis.has_padding(cut):
+    rows = buffer.reshape(len(among) * block, sum(mine), batch, size)
+    if peers is not None:
+        pass
+    elif axis.has_padding(cut):
         rows = rows.narrow(0, cut.start, cut.size)
     else:
         rows = rows.reshape(cut.size, sum(mine), batch, size)
@@ -95,26 +107,32 @@ def scatter_heads(
     return list(whole.split(mine, dim=1))
 
 
-def gather_heads(axis: Axis, x: torch.Tensor, blocks: tuple[tuple[int, int], ...], cut: Shard) -> torch.Tensor:
-    """Exchange heads back for tokens: ``[batch, local heads, cut.size, size]`` to ``[batch, heads, L, size]``."""
+def gather_heads(
+    axis: Axis, x: torch.Tensor, blocks: tuple[tuple[int, int], ...], cut: Shard, peers: range | None = None
+) -> torch.Tensor:
+    """Exchange heads back for tokens: what ``scatter_heads`` gives to ``[batch, heads, L, size]``."""
     batch, mine, _, size = x.shape
     block = axis.block(cut.length)
     rows = x.permute(2, 1, 0, 3)
-    if axis.has_padding(cut):
+    among = range(axis.size) if peers is None else peers
+    if peers is None and axis.has_padding(cut):
         rows = pad_rows(rows, cut.start, axis.size * block - cut.start - cut.size)
-    counts = [hi - lo for lo, hi in blocks]
-    receive = [block * count * batch * size for count in counts]
+    counts = [blocks[p][1] - blocks[p][0] for p in among]
+    pieces = [block * count * batch * size for count in counts]
+    receive: list = [0] * axis.size
+    receive[among.start : among.stop] = pieces
+    send = [block * mine * batch * size if p in among else 0 for p in range(axis.size)]
     buffer = rows.reshape(-1)
-    buffer = torch.ops.autosp.all_to_all(buffer, [block * mine * batch * size] * axis.size, receive, axis.group)
+    buffer = torch.ops.autosp.all_to_all(buffer, send, receive, axis.group)
     if len(set(counts)) == 1:
-        heads = buffer.reshape(axis.size, block, mine, batch, size).permute(3, 1, 0, 2, 4)
-        return heads.reshape(batch, block, axis.size * mine, size).transpose(1, 2)
-    pieces = [
+        heads = buffer.reshape(len(among), block, mine, batch, size).permute(3, 1, 0, 2, 4)
+        return heads.reshape(batch, block, len(among) * mine, size).transpose(1, 2)
+    parts = [
         piece.reshape(block, count, batch, size)
-        for piece, count in zip(buffer.split(receive), counts, strict=True)
+        for piece, count in zip(buffer.split(pieces), counts, strict=True)
         if count
     ]
-    return torch.cat(pieces, dim=1).permute(2, 0, 1, 3).contiguous().transpose(1, 2)
+    return torch.cat(parts, dim=1).permute(2, 0, 1, 3).contiguous().transpose(1, 2)
 
 
 def local_keys(x: torch.Tensor, blocks: HeadBlocks, rank: int) -> tuple[torch.Tensor, bool]:

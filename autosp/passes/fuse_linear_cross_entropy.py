@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..layout.nodes import argument, is_barred
 from ..layout.placement import known_equal
 from ..location import user_location
 
@@ -47,7 +48,7 @@ class _Unfit(Exception):
 
 
 def fuse_linear_cross_entropy_pass(
-    gm: fx.GraphModule, *, mode: str, fake_mode: Any, memory: str = "auto"
+    gm: fx.GraphModule, *, mode: str, fake_mode: Any, memory: str = "auto", vocabulary_mode: str | None = None
 ) -> fx.GraphModule:
     """Rewrites: ``cross_entropy(view(float(slice(linear(h, W)))), t)`` -> ``linear_cross_entropy_loss(view(slice(h)),
     W, t)``.
@@ -55,17 +56,19 @@ def fuse_linear_cross_entropy_pass(
     What lies between the two may cast, drop or merge rows and cap the logits softly; it moves to the hidden states.
 
     ``memory`` is what the fused operator may hold: "fast", "lean" or "auto". What became of each cross entropy, and why
-    one stayed, is logged (level INFO) and kept in ``node.meta["autosp_fusion"]``.
+    one stayed, is logged (level INFO) and kept in ``node.meta["autosp_fusion"]``. ``vocabulary_mode`` is the mode of
+    heads that are sharded over the vocabulary; ``mode`` where it is None.
 
     Requires: a captured graph, the fused operator registered.
     Ensures: the logits of a fused loss are not made. With ``mode="always"`` logits that the model only returns are
     None in its output; with ``"auto"`` logits that are returned keep the loss unfused; ``"never"`` changes nothing.
     Refuses: nothing; a loss of another form (class weights, soft targets, per-token losses) stays as it is.
     """
-    if mode == "never":
+    modes = {aten.linear.default: mode, _vocab_linear(): vocabulary_mode or mode}
+    if set(modes.values()) == {"never"}:
         return gm
     losses = [node for node in gm.graph.nodes if node.target is aten.cross_entropy_loss.default]
-    matches = [match for loss in losses if (match := _fitting(loss, mode)) is not None]
+    matches = [match for loss in losses if (match := _fitting(loss, modes)) is not None]
     for match in matches:
         _fuse(gm, match, fake_mode, memory)
     if matches:
@@ -74,14 +77,17 @@ def fuse_linear_cross_entropy_pass(
     return gm
 
 
-def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+def _vocab_linear() -> Any:
+    return torch.ops.autosp.vocab_linear.default
 
 
-def _fitting(loss: fx.Node, mode: str) -> _Match | None:
+def _fitting(loss: fx.Node, modes: dict[Any, str]) -> _Match | None:
     """The match of a loss that is to be fused; what becomes of it goes to its ``meta`` and to the log."""
     try:
         match: _Match | None = _match(loss)
+        mode = "never" if match is None else modes[match.linear.target]
+        if mode == "never":
+            return None
         if match is not None and match.returned and mode != "always":
             raise _Unfit(f'the model returns its logits ("{mode}" leaves them; "always" gives None for them)')
         said = "fused with its LM head; " + (
@@ -96,9 +102,9 @@ def _fitting(loss: fx.Node, mode: str) -> _Match | None:
 
 def _match(loss: fx.Node) -> _Match:
     logits, target = loss.args[0], loss.args[1]
-    if _argument(loss, 2, "weight", None) is not None:
+    if argument(loss, 2, "weight", None) is not None:
         raise _Unfit("it has class weights")
-    if _argument(loss, 3, "reduction", 1) not in (1, 2):
+    if argument(loss, 3, "reduction", 1) not in (1, 2):
         raise _Unfit("it gives a loss a token")
     if target.meta["val"].dtype.is_floating_point:
         raise _Unfit("its targets are probabilities")
@@ -107,7 +113,7 @@ def _match(loss: fx.Node) -> _Match:
     rows: list[fx.Node] = []
     softcap, node, user = 0.0, logits, loss
     returned = False
-    while node.target is not aten.linear.default:
+    while node.target not in (aten.linear.default, _vocab_linear()):
         returned |= _check_users(node, user)
         cap = _softcap(node)
         if cap is not None:
@@ -125,7 +131,7 @@ def _match(loss: fx.Node) -> _Match:
         if not isinstance(node, fx.Node) or node.op != "call_function":
             raise _Unfit("its logits are an input of the graph")
     returned |= _check_users(node, user)
-    if _is_barred(node, loss):
+    if is_barred(node, loss):
         raise _Unfit("a write, or the border of a no_grad or autocast region, lies between the head and the loss")
     return _Match(loss, node, rows[::-1], softcap, returned)
 
@@ -136,22 +142,6 @@ def _check_users(node: fx.Node, user: fx.Node) -> bool:
         if other is not user and other.op != "output" and not _is_size(other):
             raise _Unfit(f"{other.target} uses its logits too")
     return any(other.op == "output" for other in node.users)
-
-
-def _is_barred(linear: fx.Node, loss: fx.Node) -> bool:
-    """A write, or the border of a region (no_grad, autocast), lies between: the head must be computed where it
-    stands.
-    """
-    node = linear.next
-    while node is not loss:
-        if node.op == "call_function":
-            is_operator = isinstance(node.target, torch._ops.OpOverload)
-            if is_operator and node.target._schema.is_mutable:
-                return True
-            if not is_operator and node.meta.get("val") is None:
-                return True
-        node = node.next
-    return False
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -191,19 +181,21 @@ def _fuse(gm: fx.GraphModule, match: _Match, fake_mode: Any, memory: str) -> Non
     with gm.graph.inserting_before(loss):
         for row in match.rows:
             hidden = _on_hidden(gm, row, hidden, fake_mode)
-        weight, bias = linear.args[1], _argument(linear, 2, "bias", None)
+        weight, bias = linear.args[1], argument(linear, 2, "bias", None)
         args = (
             hidden,
             weight,
             bias,
             loss.args[1],
-            _argument(loss, 3, "reduction", 1),
-            _argument(loss, 4, "ignore_index", -100),
-            float(_argument(loss, 5, "label_smoothing", 0.0)),
+            argument(loss, 3, "reduction", 1),
+            argument(loss, 4, "ignore_index", -100),
+            float(argument(loss, 5, "label_smoothing", 0.0)),
             match.softcap,
             loss.meta["val"].dtype,
         )
-        options = {} if memory == "auto" else {"memory": memory}
+        options: dict[str, Any] = {} if memory == "auto" else {"memory": memory}
+        if linear.target is _vocab_linear():
+            options["size"], options["group"] = linear.args[3:]
         fused = gm.graph.call_function(torch.ops.autosp.linear_cross_entropy_loss.default, args, options)
     fused.meta.update({k: loss.meta[k] for k in (*_META, FUSION) if k in loss.meta})
     loss.replace_all_uses_with(fused)

@@ -18,11 +18,15 @@ from ..layout import rules  # noqa: F401
 from ..layout.axis import Axis
 from ..layout.infer import Gathered, Source, infer_layouts
 from ..layout.outputs import OutputSpec
-from .functionalize_inplace import functionalize_inplace_pass
+from .align_convolutions import align_convolutions_pass
+from .express_masks import express_masks_pass
+from .functionalize_inplace import functional_form, functionalize_inplace_pass
 from .fuse_linear_cross_entropy import fuse_linear_cross_entropy_pass
+from .fuse_vocabulary import fuse_vocabulary_pass, has_vocabulary_head
 from .localize import localize_graph
 from .move_slices_up import move_slices_up_pass
 from .peel_repeat_kv import peel_repeat_kv_pass
+from .scatter_views import scatter_views_pass
 from .simplify_masks import simplify_masks_pass
 from .tile_tokens import tile_tokens_pass
 from .verify import collective_list, verify_local_graph_pass
@@ -43,6 +47,11 @@ class Work:
     fuse_linear_cross_entropy: str = "never"
     token_tiles: int = 1
     linear_cross_entropy_memory: str = "auto"
+    vocabulary: Axis | None = None
+    """The axis of a vocabulary-parallel head; None without one."""
+    fuse_vocabulary_head: bool = False
+    """Such a head and its loss become one operator, whatever `fuse_linear_cross_entropy` says of other heads."""
+    vocabulary_specs: list[OutputSpec] = field(default_factory=list)
     local_inputs: Sequence[Any] = ()
     specs: list[OutputSpec] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
@@ -69,6 +78,10 @@ def _functionalize(work: Work) -> None:
     work.graph = functionalize_inplace_pass(work.graph)
 
 
+def _scatter_views(work: Work) -> None:
+    work.graph = scatter_views_pass(work.graph, functional_form=functional_form)
+
+
 def _simplify_masks(work: Work) -> None:
     work.graph = simplify_masks_pass(work.graph)
 
@@ -77,29 +90,47 @@ def _peel_repeat_kv(work: Work) -> None:
     work.graph = peel_repeat_kv_pass(work.graph)
 
 
+def _express_masks(work: Work) -> None:
+    work.graph = express_masks_pass(work.graph, fake_mode=work.fake_mode)
+
+
+def _align_convolutions(work: Work) -> None:
+    work.graph = align_convolutions_pass(work.graph)
+
+
 def _fuse_linear_cross_entropy(work: Work) -> None:
     work.graph = fuse_linear_cross_entropy_pass(
         work.graph,
         mode=work.fuse_linear_cross_entropy,
         fake_mode=work.fake_mode,
         memory=work.linear_cross_entropy_memory,
+        vocabulary_mode="always" if work.fuse_vocabulary_head else None,
     )
 
 
 def _infer(work: Work) -> None:
+    if work.axis.size == 1:
+        return
     work.gathered = infer_layouts(work.graph, axis=work.axis, sources=work.sources, unsupported=work.unsupported)
 
 
 def _move_slices_up(work: Work) -> None:
+    if work.axis.size == 1:
+        return
     work.graph = move_slices_up_pass(work.graph)
 
 
 def _tile_tokens(work: Work) -> None:
+    if work.axis.size == 1:
+        return
     work.graph = tile_tokens_pass(work.graph, tiles=work.token_tiles)
 
 
 def _localize(work: Work) -> None:
     work.annotated = work.graph
+    if work.axis.size == 1:
+        work.specs = [OutputSpec() for _ in work.graph.graph.output_node().args[0]]
+        return
     work.graph, work.specs = localize_graph(
         work.graph,
         work.local_inputs,
@@ -110,8 +141,31 @@ def _localize(work: Work) -> None:
     )
 
 
+def _fuse_vocabulary(work: Work) -> None:
+    if work.vocabulary is not None:
+        work.graph = fuse_vocabulary_pass(work.graph, fake_mode=work.fake_mode)
+
+
+def _infer_vocabulary(work: Work) -> None:
+    if work.vocabulary is not None and has_vocabulary_head(work.graph):
+        gathered = infer_layouts(work.graph, axis=work.vocabulary, sources={}, unsupported=work.unsupported)
+        work.gathered = [*work.gathered, *gathered]
+
+
+def _localize_vocabulary(work: Work) -> None:
+    if work.vocabulary is not None and has_vocabulary_head(work.graph):
+        work.graph, work.vocabulary_specs = localize_graph(
+            work.graph,
+            work.local_inputs,
+            axis=work.vocabulary,
+            parameters=frozenset(),
+            outputs=work.outputs,
+            fake_mode=work.fake_mode,
+        )
+
+
 def _verify(work: Work) -> None:
-    work.graph = verify_local_graph_pass(work.graph, axis=work.axis)
+    work.graph = verify_local_graph_pass(work.graph, axis=work.axis, vocabulary=work.vocabulary)
     work.collectives = collective_list(work.graph)
 
 
@@ -120,9 +174,24 @@ def _pass(name: str, run: Callable[[Work], None], requires: Sequence[str], ensur
 
 
 PIPELINE: tuple[Pass, ...] = (
+    _pass(
+        "scatter_views",
+        _scatter_views,
+        ["captured"],
+        ["captured"],
+        "a write through a view is a value replaced in part",
+    ),
     _pass("functionalize_inplace", _functionalize, ["captured"], ["functional"], "rules see values, not storage"),
     _pass("simplify_masks", _simplify_masks, ["functional"], ["simple"], "a causal mask needs no S x S tensor"),
     _pass("peel_repeat_kv", _peel_repeat_kv, ["functional"], ["simple"], "repeated heads need not travel"),
+    _pass("express_masks", _express_masks, ["functional", "simple"], ["simple"], "no mask needs an S x S tensor"),
+    _pass(
+        "align_convolutions",
+        _align_convolutions,
+        ["functional"],
+        ["simple"],
+        "a convolution whose every token keeps its place needs its neighbours' rows only",
+    ),
     _pass(
         "fuse_linear_cross_entropy",
         _fuse_linear_cross_entropy,
@@ -142,7 +211,30 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     _pass("tile_tokens", _tile_tokens, ["layouts"], ["tiled"], "an MLP's wide values need not exist for all tokens"),
     _pass("localize", _localize, ["layouts"], ["local"], "the program of one rank, collectives included"),
-    _pass("verify", _verify, ["local"], ["verified"], "what a wrong rule would break is checked before it runs"),
+    _pass(
+        "fuse_vocabulary",
+        _fuse_vocabulary,
+        ["local"],
+        ["fused"],
+        "written-out formulas over a sharded vocabulary read its logits once",
+    ),
+    _pass(
+        "infer_vocabulary",
+        _infer_vocabulary,
+        ["local", "fused"],
+        ["vocabulary_layouts"],
+        "the second axis: the same inference on the program of one rank, from its LM head on",
+    ),
+    _pass(
+        "localize_vocabulary",
+        _localize_vocabulary,
+        ["vocabulary_layouts"],
+        ["vocabulary_local"],
+        "this rank's part of the vocabulary, collectives included",
+    ),
+    _pass(
+        "verify", _verify, ["vocabulary_local"], ["verified"], "what a wrong rule would break is checked before it runs"
+    ),
 )
 
 ALONE: tuple[Pass, ...] = tuple(

@@ -1,3 +1,16 @@
 """Rules by operator family; importing this package fills the registry."""
 
-from . import attention, contraction, factory, indexing, loss, pointwise, random, reduction, views  # noqa: F401
+from . import (  # noqa: F401
+    attention,
+    contraction,
+    convolution,
+    factory,
+    indexing,
+    loss,
+    pointwise,
+    random,
+    reduction,
+    views,
+    vocabulary,
+    vocabulary_loss,
+)  # fmt: skip

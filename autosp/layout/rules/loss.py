@@ -133,7 +133,7 @@ def fused_linear_rule(call: OpCall) -> Strategy:
         labels = mask_padding(c.axis, local["target"], cut, ignore)
         total, count = torch.ops.autosp.linear_cross_entropy_sums(
             local["hidden"], local["weight"], local["bias"], labels, ignore, c["label_smoothing"], c["softcap"],
-            memory=c.get("memory", "auto"),
+            memory=c.get("memory", "auto"), size=c.get("size", 0), group=c.get("group", ""),
         )  # fmt: skip
         mean = c["reduction"] == MEAN
         return torch.ops.autosp.aggregate_loss(total, count if mean else None, out_dtype, c.axis.group)

@@ -263,3 +263,36 @@ def repeat_interleave_rule(call: OpCall) -> Strategy:
         output=replace(shard, inner=shard.inner * call["repeats"]),
         local=lambda c, local: c.run(local, output_size=None),
     )
+
+
+@register_rule(aten.slice_scatter.default, aten.select_scatter.default)
+def scatter_rule(call: OpCall) -> Strategy:
+    """A part of another dimension is replaced: both are cut alike. Along the cut dimension it would move rows."""
+    value, part = call["self"], call["src"]
+    dim = value.dim(call["dim"])
+    removed = call.target is aten.select_scatter.default
+    cut = value.shard
+    if cut is None and part.shard is not None:
+        cut = part.shard.at(part.shard.dim + 1) if removed and part.shard.dim >= dim else part.shard
+    if cut is None:
+        return Strategy()
+    if cut.dim == dim:
+        if call.homing:
+            return Strategy(inputs={"self": cut}, output=cut)
+        raise Refusal(
+            "a part of a sharded sequence is written", "join the parts before the model, or write whole inputs"
+        )
+    inner = cut.at(cut.dim - 1) if removed and cut.dim > dim else cut
+    return Strategy(inputs={"self": cut, "src": inner}, output=cut)
+
+
+@register_rule(aten.view_as_complex.default, aten.view_as_real.default)
+def complex_rule(call: OpCall) -> Strategy:
+    """A last dimension of two numbers becomes one complex number, or the other way round."""
+    value: Value = call["self"]
+    shard = value.shard
+    if shard is None:
+        return Strategy()
+    if call.target is aten.view_as_complex.default and shard.dim == value.ndim - 1:
+        raise Refusal("the real and imaginary parts of a number are on different ranks")
+    return Strategy(inputs={"self": shard}, output=shard)

@@ -1,0 +1,115 @@
+"""What vocabulary-parallel layers have in common: rows of a table, and a state dict that says which ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ..errors import InputError
+from .partition import VocabGroup, VocabPartition
+
+
+class VocabShardedModule(nn.Module):
+    """A module whose parameters hold some rows of a vocabulary.
+
+    In its state dict they are DTensors, ``Shard(0)`` over the tensor-parallel group: torch.distributed.checkpoint
+    knows from them which rows a rank holds. Loading takes such DTensors, or tensors of the whole vocabulary.
+    """
+
+    partition: VocabPartition
+
+    def __init__(self, vocab_size: int, tp_group: Any) -> None:
+        super().__init__()
+        self._group = tp_group if isinstance(tp_group, VocabGroup) else VocabGroup(tp_group)
+        self.partition = VocabPartition.of(vocab_size, self._group.ranks, self._group.rank)
+        self.register_state_dict_post_hook(_name_rows)
+        self.register_load_state_dict_pre_hook(_take_rows)
+
+    @property
+    def tp_group(self) -> str | None:
+        """Name of the tensor-parallel group; None without one."""
+        return self._group.name or None
+
+    @property
+    def vocab_start_index(self) -> int:
+        """First id of this rank."""
+        return self.partition.start
+
+    @property
+    def vocab_end_index(self) -> int:
+        """One past the last id of this rank."""
+        return self.partition.end
+
+    def sharded_names(self) -> list[str]:
+        """Names of the parameters that hold rows."""
+        return [name for name, value in self._parameters.items() if value is not None]
+
+    def as_dtensor(self, rows: torch.Tensor) -> DTensor:
+        """A tensor of this rank's rows ``[rows, ...]`` as a DTensor of the whole vocabulary, no gradient."""
+        shape = torch.Size([self.partition.size, *rows.shape[1:]])
+        stride = torch.empty(shape, device="meta").stride()
+        mesh = self._group.mesh(rows.device.type)
+        return DTensor.from_local(rows.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    def rows_of(self, value: torch.Tensor, name: str) -> torch.Tensor:
+        """This rank's rows of a whole tensor or of a DTensor of the same partition.
+
+        Raises:
+            InputError: neither; the message says which shapes are allowed.
+        """
+        size, part = self.partition.size, self.partition
+        if isinstance(value, DTensor):
+            if value.shape[0] == size and value.placements == (Shard(0),) and value.device_mesh.size() == part.ranks:
+                return value.to_local()
+            raise InputError(
+                f"{name} is a DTensor {tuple(value.shape)} with placements {value.placements}; expected are {size} "
+                f"rows, Shard(0) over {part.ranks} ranks. torch.distributed.checkpoint loads from any other number"
+            )
+        if value.shape[:1] != (size,):
+            raise InputError(
+                f"{name} has shape {tuple(value.shape)}; expected are all {size} rows of the vocabulary, or a DTensor "
+                f"that says which it holds (this rank holds {part})"
+            )
+        return value[part.start : part.end]
+
+
+def _name_rows(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    if not module._group.name:
+        return
+    for name in module.sharded_names():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, DTensor):
+            raise InputError(
+                f"{prefix}{name} is sharded over the vocabulary and, as a DTensor, over {value.device_mesh}: a state "
+                "dict of it would mix up the shards. Keep the head out of fully_shard (ignored_params)"
+            )
+        if value is not None:
+            state_dict[prefix + name] = module.as_dtensor(value)
+
+
+def _take_rows(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in module.sharded_names():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, torch.Tensor):
+            state_dict[prefix + name] = module.rows_of(value, prefix + name)
+
+
+def vocab_sharded_modules(model: nn.Module) -> dict[str, VocabShardedModule]:
+    """The vocabulary-parallel layers of a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, VocabShardedModule)}
+
+
+def vocab_sharded_parameters(model: nn.Module) -> Mapping[str, VocabShardedModule]:
+    """The layer that each vocabulary-sharded parameter belongs to, by the parameter's name; tied ones once."""
+    found, seen = {}, set()
+    for prefix, module in vocab_sharded_modules(model).items():
+        for name in module.sharded_names():
+            parameter = getattr(module, name)
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[f"{prefix}.{name}" if prefix else name] = module
+    return found

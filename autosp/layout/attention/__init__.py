@@ -1,0 +1,3 @@
+"""Attention on a shard: what is attended (``forms``), how the group shares it (``strategies``), who decides
+(``choose``).
+"""

@@ -1,0 +1,84 @@
+"""Unmodified transformers models whose attention, masks or positions are out of the ordinary."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import attention_zoo
+import parity
+import pytest
+import torch
+import zoo
+from pool import RankFailure, RankPool
+
+slow = pytest.mark.slow
+
+
+def run_zoo(
+    rank_info: Any, name: str, batches: list[dict[str, Any]], config: dict[str, Any], changes: dict[str, Any]
+) -> list[parity.Result]:
+    build = zoo.build if name in zoo.MODELS else attention_zoo.build
+    config = {"autosp": {"inner_backend": "aot_eager", **config}}
+    return parity.run_model(rank_info, functools.partial(build, name, **changes), batches, config=config)
+
+
+def check(
+    ranks: RankPool, name: str, world: int, batches: list[dict[str, Any]], *, rtol: float = 1e-5, **config: Any
+) -> None:
+    changes = {"num_hidden_layers": 1} if name in zoo.MODELS else {}
+    for results in ranks.run(run_zoo, name, batches, config, changes, world_size=world, timeout=350):
+        for result in results:
+            result.check(rtol)
+
+
+def packed(length: int, first: int = 7) -> dict[str, Any]:
+    positions = torch.cat([torch.arange(first), torch.arange(length - first)])
+    return {**zoo.batch(length), "position_ids": positions.expand(2, length).contiguous(), "use_cache": False}
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=slow), 3, pytest.param(4, marks=slow)])
+def test_nine_heads_over_any_group(ranks: RankPool, world: int):
+    check(ranks, "smollm2", world, [zoo.batch(17)])
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [("deepseek_v3", 3), ("gpt_oss", 2), ("t5", 2), ("gemma3", 2), ("llama4", 2), ("phi3_longrope", 2),
+     ("gpt_neox", 2)],
+)  # fmt: skip
+@slow
+def test_forms_of_attention_and_positions(ranks: RankPool, name: str, world: int):
+    # longrope: 16 positions take the short factors, 17 the long ones.
+    check(ranks, name, world, [zoo.batch(16), zoo.batch(17)])
+
+
+@slow
+def test_multimodal_positions(ranks: RankPool):
+    positions = attention_zoo.multimodal_positions
+    check(ranks, "qwen2_vl", 2, [{**zoo.batch(n), "position_ids": positions(n)} for n in (16, 17)])
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+@slow
+def test_packed_documents(ranks: RankPool, name: str, attention: str):
+    check(ranks, name, 2, [packed(16, 8), packed(17)], attention=attention)
+
+
+@slow
+def test_positions_that_begin_elsewhere(ranks: RankPool):
+    given = {**zoo.batch(17), "position_ids": torch.arange(100, 117).expand(2, 17).contiguous(), "use_cache": False}
+    check(ranks, "llama", 2, [given])
+
+
+@pytest.mark.parametrize("unsupported", ["error", "gather"])
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "rwkv"])
+@slow
+def test_scans_are_right_or_refused(ranks: RankPool, name: str, unsupported: str):
+    """Linear attention and state spaces: never trained wrong. A refusal names the line of the layer."""
+    try:
+        check(ranks, name, 2, [zoo.batch(12)], unsupported=unsupported)
+    except RankFailure as error:
+        assert "UnsupportedGraphError" in str(error), str(error)[-3000:]
+        assert f"models/{name}/modeling_{name}.py" in str(error), str(error)[-3000:]
