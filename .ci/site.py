@@ -19,11 +19,12 @@ _ERRORS = ("ConfigError", "InputError", "RankMismatchError", "UnsupportedGraphEr
 _HOLE = "…"
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
     """mkdocs: put the tables in, and leave out links to files that are no part of the site."""
+    depth = page.file.src_uri.count("/") if page is not None else 0
     for name, make in TABLES.items():
         markdown = markdown.replace(f"<!-- generated: {name} -->", make())
-    return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
+    return re.sub(rf"\[([^\]]+)\]\((?:\.\./){{{depth + 1}}}[^)]*\)", r"\1", markdown)
 
 
 def options_table() -> str:
