@@ -88,7 +88,7 @@ def check(
     lr: float = 0.1,
     rtol: float | None = None,
     prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = prepare_batch,
-    loss_of: LossOf = lambda out: out.loss,
+    loss_of: LossOf | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> CheckResult:
     """Compare `model` compiled for the current mesh with the same model in one process. Collective over the world.
@@ -103,7 +103,7 @@ def check(
         lr: learning rate of those steps.
         rtol: allowed relative error; by default 1e-5 in fp32, 2e-2 with half precision or autocast.
         prepare: tags the inputs of the compiled model, `prepare_batch` or one's own.
-        loss_of: the scalar loss in what the model returns.
+        loss_of: the scalar loss in what the model returns; by default see `loss_in`.
         options: as for ``torch.compile(..., options=...)``. In a check `gradient_reduction` is "graph"
             and `outputs` is "dtensor".
 
@@ -112,6 +112,13 @@ def check(
             plain model fails on some rank; raised on every rank.
     """
     return Checker(model, lr=lr, rtol=rtol, prepare=prepare, loss_of=loss_of, options=options).run(batch, steps=steps)
+
+
+def loss_in(out: Any) -> Any:
+    """The loss in what a model returns: the attribute or the item "loss", or the whole where it is a tensor."""
+    if isinstance(out, Mapping) and "loss" in out:
+        return out["loss"]
+    return getattr(out, "loss", out)
 
 
 class Checker:
@@ -124,12 +131,12 @@ class Checker:
         lr: float = 0.1,
         rtol: float | None = None,
         prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = prepare_batch,
-        loss_of: LossOf = lambda out: out.loss,
+        loss_of: LossOf | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_model(model)
         self.model, self.lr, self.rtol = model, lr, rtol
-        self.prepare, self.loss_of = prepare, loss_of
+        self.prepare, self.loss_of = prepare, loss_of or loss_in
         self.compilations = 0
         # The whole outputs are compared, and the gradients before an engine has seen them.
         settings = {**(options or {}), "gradient_reduction": "graph", "outputs": "dtensor"}
