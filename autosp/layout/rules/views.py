@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ..call import OpCall, Refusal, Strategy, Value
-from ..placement import PARTIAL, REPLICATE, known_equal, map_view
+from ..placement import PARTIAL, REPLICATE, known_equal, map_view, shard_of_dim
 from ..registry import register_rule
 
 aten = torch.ops.aten
@@ -290,8 +290,8 @@ def scatter_rule(call: OpCall) -> Strategy:
     if cut is None:
         return Strategy()
     if cut.dim == dim:
-        if call.homing:
-            return Strategy(inputs={"self": cut}, output=cut)
+        if call.homing:  # the dimension runs over tokens, whichever of the two says so
+            return Strategy(output=cut if value.shard is not None else shard_of_dim(call.out_shape, dim))
         raise Refusal(
             "a part of a sharded sequence is written", "join the parts before the model, or write whole inputs"
         )
