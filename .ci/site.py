@@ -19,11 +19,12 @@ _ERRORS = ("ConfigError", "InputError", "RankMismatchError", "UnsupportedGraphEr
 _HOLE = "…"
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
     """mkdocs: put the tables in, and leave out links to files that are no part of the site."""
+    depth = page.file.src_uri.count("/") if page is not None else 0
     for name, make in TABLES.items():
         markdown = markdown.replace(f"<!-- generated: {name} -->", make())
-    return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
+    return re.sub(rf"\[([^\]]+)\]\((?:\.\./){{{depth + 1}}}[^)]*\)", r"\1", markdown)
 
 
 def options_table() -> str:
@@ -101,8 +102,9 @@ def rules() -> Iterator[tuple[str, str, str]]:
 def _operators(node: ast.expr, constants: dict[str, ast.expr]) -> list[str]:
     if isinstance(node, ast.Starred):
         node = constants.get(getattr(node.value, "id", ""), node.value)
-    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-        return [name for item in node.elts for name in _operators(item, constants)]
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set, ast.Dict)):
+        items = node.keys if isinstance(node, ast.Dict) else node.elts
+        return [name for item in items if item is not None for name in _operators(item, constants)]
     if isinstance(node, ast.Attribute):
         return [ast.unparse(node).replace("torch.ops.", "").removesuffix(".default")]
     return []

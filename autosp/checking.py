@@ -88,7 +88,7 @@ def check(
     lr: float = 0.1,
     rtol: float | None = None,
     prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = prepare_batch,
-    loss_of: LossOf = lambda out: out.loss,
+    loss_of: LossOf | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> CheckResult:
     """Compare `model` compiled for the current mesh with the same model in one process. Collective over the world.
@@ -103,7 +103,7 @@ def check(
         lr: learning rate of those steps.
         rtol: allowed relative error; by default 1e-5 in fp32, 2e-2 with half precision or autocast.
         prepare: tags the inputs of the compiled model, `prepare_batch` or one's own.
-        loss_of: the scalar loss in what the model returns.
+        loss_of: the scalar loss in what the model returns; by default see `loss_in`.
         options: as for ``torch.compile(..., options=...)``. In a check `gradient_reduction` is "graph"
             and `outputs` is "dtensor".
 
@@ -112,6 +112,13 @@ def check(
             plain model fails on some rank; raised on every rank.
     """
     return Checker(model, lr=lr, rtol=rtol, prepare=prepare, loss_of=loss_of, options=options).run(batch, steps=steps)
+
+
+def loss_in(out: Any) -> Any:
+    """The loss in what a model returns: the attribute or the item "loss", or the whole where it is a tensor."""
+    if isinstance(out, Mapping) and "loss" in out:
+        return out["loss"]
+    return getattr(out, "loss", out)
 
 
 class Checker:
@@ -124,12 +131,12 @@ class Checker:
         lr: float = 0.1,
         rtol: float | None = None,
         prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = prepare_batch,
-        loss_of: LossOf = lambda out: out.loss,
+        loss_of: LossOf | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_model(model)
         self.model, self.lr, self.rtol = model, lr, rtol
-        self.prepare, self.loss_of = prepare, loss_of
+        self.prepare, self.loss_of = prepare, loss_of or loss_in
         self.compilations = 0
         # The whole outputs are compared, and the gradients before an engine has seen them.
         settings = {**(options or {}), "gradient_reduction": "graph", "outputs": "dtensor"}
@@ -150,10 +157,9 @@ class Checker:
         result = CheckResult(ok=False, tolerance=self.rtol or tolerance(self.model), steps=steps)
         result.dropout_off = self.model.training and draws_in_training(self.model)
         comparison = Comparison()
-        with _kept(self.model, eval_mode=result.dropout_off):
-            weights = {name: tensor.detach().clone() for name, tensor in _tensors(self.model)} if steps > 1 else {}
+        with _kept(self.model, eval_mode=result.dropout_off) as saved:
             self._together(lambda: self._train(self.model, batch, steps, comparison.expect), "plain model")
-            _restore(self.model, weights)
+            _restore(self.model, saved)
             try:
                 self._train(self.compiled, batch, steps, comparison.compare, prepare=self.prepare)
             except Exception as error:
@@ -238,8 +244,8 @@ def _restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
 
 
 @contextmanager
-def _kept(model: torch.nn.Module, *, eval_mode: bool) -> Iterator[None]:
-    """Put weights, buffers, gradients, training mode and the random state back at the end."""
+def _kept(model: torch.nn.Module, *, eval_mode: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """Put weights, buffers, gradients, training mode and the random state back at the end; gives the copies."""
     saved = {name: tensor.detach().clone() for name, tensor in _tensors(model)}
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     modes = {module: module.training for module in model.modules()}
@@ -248,7 +254,7 @@ def _kept(model: torch.nn.Module, *, eval_mode: bool) -> Iterator[None]:
     if eval_mode:
         model.eval()
     try:
-        yield
+        yield saved
     finally:
         _restore(model, saved)
         for name, parameter in model.named_parameters():

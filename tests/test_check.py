@@ -10,6 +10,7 @@ import torch
 from pool import RankInfo, RankPool
 
 import autosp
+from autosp.checking import loss_in
 from autosp.comparison import Comparison, relative_error, tolerance
 from autosp.errors import InputError
 
@@ -98,6 +99,14 @@ def test_errors_are_relative_and_a_nan_is_never_right() -> None:
     assert relative_error(nan, nan) == 0
     assert relative_error(nan, one) != relative_error(nan, one)
     assert tolerance(torch.nn.Linear(1, 1)) == 1e-5 and tolerance(torch.nn.Linear(1, 1).bfloat16()) == 2e-2
+
+
+def test_where_the_loss_is_found() -> None:
+    loss = torch.tensor(1.0)
+    assert loss_in(loss) is loss and loss_in({"loss": loss}) is loss
+    assert loss_in(type("Out", (), {"loss": loss})()) is loss
+    with pytest.raises(InputError, match="call autosp.initialize"):
+        autosp.check(torch.nn.Linear(1, 1), {"input": loss})
 
 
 class Result:

@@ -127,9 +127,14 @@ def llama(layers: int = 1) -> Any:
     return model.train(), batch
 
 
-def test_the_partitioned_graph_of_a_llama() -> None:
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    """A Llama of one layer on 2 ranks."""
+    return trace_step(llama, length=256, ranks=2)
+
+
+def test_the_partitioned_graph_of_a_llama(trace: Trace) -> None:
     """Saved activations by hand: what Inductor's partition of one layer keeps, at the traced length and at another."""
-    trace = trace_step(llama, length=256, ranks=2)
     weights = 2 * (2 * 512 * 64 + 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 3 * 64)
     assert trace.parameters == weights and trace.weights - weights == 2 * 2 * 8
     assert trace.symbol is not None and len(trace.forward) == len(trace.backward) == 1
@@ -157,9 +162,8 @@ def test_the_partitioned_graph_of_a_llama() -> None:
 
 
 @pytest.mark.slow
-def test_another_length_is_as_if_it_had_been_traced() -> None:
-    one, two = (trace_step(llama, length=length, ranks=2) for length in (256, 1024))
-    a, b = profile(one, 1024), profile(two, 1024)
+def test_another_length_is_as_if_it_had_been_traced(trace: Trace) -> None:
+    a, b = profile(trace, 1024), profile(trace_step(llama, length=1024, ranks=2), 1024)
     assert {n: m.parts for n, m in a.moments.items()} == {n: m.parts for n, m in b.moments.items()}
     assert a.flops == b.flops and a.sent == b.sent
 
@@ -172,9 +176,9 @@ def test_four_layers_of_a_llama_from_two_and_three() -> None:
     assert a.total == pytest.approx(b.total, rel=0.01) and a.seconds == pytest.approx(b.seconds, rel=0.01)
 
 
-def test_a_smaller_budget_keeps_less() -> None:
-    full, small = (trace_step(llama, length=256, ranks=2, budget=budget) for budget in (1.0, 0.0))
-    kept = [profile(trace, 4096).moments["forward"].parts for trace in (full, small)]
+def test_a_smaller_budget_keeps_less(trace: Trace) -> None:
+    small = trace_step(llama, length=256, ranks=2, budget=0.0)
+    kept = [profile(one, 4096).moments["forward"].parts for one in (trace, small)]
     assert sum(kept[1].values()) < 0.8 * sum(kept[0].values())
 
 

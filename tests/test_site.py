@@ -33,8 +33,8 @@ def rendered(site: Any, name: str) -> str:
 
 
 def test_every_page_of_the_site_exists_and_every_page_is_on_it() -> None:
-    named = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
-    assert named == {path.name for path in (ROOT / "docs").glob("*.md")}
+    named = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
+    assert named == {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
 
 
 def test_every_error_is_found_by_its_text(site: Any) -> None:

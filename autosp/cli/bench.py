@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autosp.cli import bench_step
+from autosp.cli.progress import Plain
 from autosp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 # What --device cpu measures when no shape is given: it shows that everything runs, not how fast.
 _CPU_LOSSES = ((64, 1000),)
 _CPU_LINEAR = ((64, 32, 1000),)
+
+# Lines even on a terminal: the thread of a live bar would take part in what is measured.
+_MEASURING = Plain()
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -85,14 +89,15 @@ def losses(
                              device, repeats, json_file)  # fmt: skip
         return
     peers = [] if peer == ["none"] else peer or (["eager"] if on_cpu else list(measuring.PEERS))
-    rows = measuring.run(
-        shapes or (_CPU_LOSSES if on_cpu else measuring.SHAPES),
-        dtype or measuring.DTYPES[:2],
-        operator or tuple(measuring.PASSES),
-        peers,
-        device,
-        repeats,
-    )
+    with _MEASURING.stage("Measuring"):
+        rows = measuring.run(
+            shapes or (_CPU_LOSSES if on_cpu else measuring.SHAPES),
+            dtype or measuring.DTYPES[:2],
+            operator or tuple(measuring.PASSES),
+            peers,
+            device,
+            repeats,
+        )
     about = measuring.environment(device)
     print(" ".join(f"{key}={value}" for key, value in about.items()))
     print(measuring.table(rows))
@@ -166,13 +171,14 @@ def linear_loss(
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; allowed are {list(DTYPES)}")
     names = only or [n for n in measuring.methods()[0] if not (on_cpu and n.startswith("torch.compile"))]
-    rows = measuring.run(
-        tuple(shapes) or (_CPU_LINEAR if on_cpu else measuring.SHAPES),
-        tuple(names),
-        device,
-        getattr(torch, dtype),
-        repeats,
-    )
+    with _MEASURING.stage("Measuring"):
+        rows = measuring.run(
+            tuple(shapes) or (_CPU_LINEAR if on_cpu else measuring.SHAPES),
+            tuple(names),
+            device,
+            getattr(torch, dtype),
+            repeats,
+        )
     name = "cpu" if on_cpu else torch.cuda.get_device_name(where)
     print(f"{name}, torch {torch.__version__}, {dtype}, median of {repeats}\n")
     print(measuring.table_text(rows))

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from autosp.cli import launch
 from autosp.cli.progress import reporter
 from autosp.cli.settings import INNER_BACKENDS, parse_size
 from autosp.errors import ConfigError
@@ -47,6 +46,7 @@ def step(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """A training step of an unmodified Llama, forward and backward: tokens a second, peak memory, first step, loss."""
+    from autosp.cli import launch
     from autosp.cli.bench import check_device, check_target
 
     check_device(device)
@@ -141,6 +141,7 @@ def _methods(only: list[str] | None, measuring: Any) -> list[str]:
 def _run(settings: Any, nproc: int, debug: bool) -> list[Any]:
     """Measure one method in processes of its own; a length that fails is a row that says why, and so are later ones."""
     from autosp.bench.step import StepRow
+    from autosp.cli import launch
 
     with tempfile.TemporaryDirectory(prefix="autosp-bench-") as folder:
         settings.result = str(Path(folder, "rows.json"))

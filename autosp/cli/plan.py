@@ -58,9 +58,7 @@ def plan(
             help="Ranks that share a sequence; may be repeated. Default: all divisors of --gpus that are powers of 2.",
         ),
     ] = None,
-    budget: Annotated[
-        str, typer.Option(help="Memory budgets of the activations, comma-separated, 1 to 0.")
-    ] = "1,0.5,0.1",
+    budget: Annotated[str, typer.Option(help="Memory budgets of the activations, comma-separated, 1 to 0.")] = "1,0.1",
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="The model's own activation checkpointing, every layer.")
     ] = False,

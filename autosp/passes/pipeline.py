@@ -59,6 +59,8 @@ class Work:
     seconds: dict[str, float] = field(default_factory=dict)
     annotated: fx.GraphModule | None = None
     """The whole program with its layouts, which ``localize`` turns into the program of one rank."""
+    localized: fx.GraphModule | None = None
+    """The program of one rank of the sequence group, before a second axis is followed."""
     observe: Callable[[str, Work], None] = lambda name, work: None
     """Told "captured" before the first pass and the name of each pass after it; must not change a thing."""
 
@@ -130,6 +132,7 @@ def _localize(work: Work) -> None:
     work.annotated = work.graph
     if work.axis.size == 1:
         work.specs = [OutputSpec() for _ in work.graph.graph.output_node().args[0]]
+        work.localized = work.graph
         return
     work.graph, work.specs = localize_graph(
         work.graph,
@@ -139,6 +142,7 @@ def _localize(work: Work) -> None:
         outputs=work.outputs,
         fake_mode=work.fake_mode,
     )
+    work.localized = work.graph
 
 
 def _fuse_vocabulary(work: Work) -> None:

@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from ..layout.infer import STRATEGY
+from ..layout.nodes import FUSION
 from ..layout.placement import Replicate
 from ..layout.stretch import TILED
 from ..location import user_location
@@ -20,9 +21,8 @@ from .records import CollectiveRecord, Gathering, GraphReport, MaskRecord, NodeR
 from .traffic import is_collective, reason_of, traffic_of
 
 _VALUES = ("placeholder", "get_attr", "call_function")
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_ATTENTION = ("aten.scaled_dot_product_attention.default", "autosp.block_attention.default")
 _OPEN = 2**40  # a bound that is none
-_BLOCKS = "autosp.block_attention"
 _ROOT = re.compile(r"^L\['(?:self|fn|args)'\](?:\[\d+\])?|^L(?=\[)")
 
 
@@ -36,10 +36,14 @@ def pass_record(name: str, work: Any) -> PassRecord:
     return PassRecord(name, graph_text(work.graph), dict(sorted(operators.items())), work.seconds.get(name, 0.0))
 
 
+def _attentions(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if n.op == "call_function" and operator_name(n.target) in _ATTENTION]
+
+
 def masks_of(gm: fx.GraphModule) -> dict[str, str]:
     """For each attention of a captured graph with a mask tensor, the sizes of the mask."""
     found = {}
-    for node in gm.graph.find_nodes(op="call_function", target=_ATTENTION):
+    for node in _attentions(gm):
         mask = _mask(node)
         if isinstance(mask, fx.Node):
             found[node.name] = f"[{', '.join(shape_text(mask.meta.get('val')))}]"
@@ -52,11 +56,7 @@ def build_report(work: Any, passes: Sequence[PassRecord], masks: Mapping[str, st
     report = _start(work, whole, passes)
     origins = {node.name: node for node in whole.graph.nodes}
     report.collectives = _collectives(work, origins)
-    report.masks = [
-        _program_record(node) if operator_name(node.target).startswith(_BLOCKS) else _mask_record(node, masks)
-        for node in whole.graph.nodes
-        if node.target is _ATTENTION or operator_name(node.target).startswith(_BLOCKS)
-    ]
+    report.masks = [_mask_record(node, masks) for node in _attentions(whole)]
     report.fused = _fused(passes)
     report.gathered = [
         Gathering(item.operator, item.location, item.reason, sum(_bytes(*size) for size in item.sizes))
@@ -108,10 +108,12 @@ def _node_record(node: fx.Node, work: Any) -> NodeRecord:
 
 
 def _note(node: fx.Node) -> str:
-    """What the rule says about how the operator runs, and whether it runs a part of the tokens at a time."""
+    """What the rule says about how the operator runs, whether it runs a part of the tokens at a time, and for a loss
+    whether its LM head was fused into it."""
     notes = [node.meta[STRATEGY].note] if STRATEGY in node.meta else []
     if TILED in node.meta:
         notes.append(f"in {node.meta[TILED].tiles} parts of the tokens")
+    notes.append(node.meta.get(FUSION, ""))
     return ", ".join(note for note in notes if note)
 
 
@@ -159,10 +161,22 @@ def origin_of(node: fx.Node) -> str:
 
 
 def _collectives(work: Any, origins: Mapping[str, fx.Node]) -> list[CollectiveRecord]:
-    differentiable = _differentiable(work)
+    """Communication of the sequence group, then that of the vocabulary's group where there is one."""
+    local = work.localized
+    records = _collectives_of(local, work.axis, origins, _differentiable(local, work.local_inputs))
+    if work.vocabulary is not None and work.graph is not local:
+        # a second trace: its nodes come from those of the first
+        within = {node.name: node for node in local.graph.nodes}
+        records += _collectives_of(work.graph, work.vocabulary, within, _differentiable(work.graph, work.local_inputs))
+    return records
+
+
+def _collectives_of(
+    gm: fx.GraphModule, axis: Any, origins: Mapping[str, fx.Node], differentiable: set[str]
+) -> list[CollectiveRecord]:
     records = []
-    for node in work.graph.graph.nodes:
-        if node.op != "call_function" or not is_collective(node, work.axis.group):
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not is_collective(node, axis.group):
             continue
         origin = origin_of(node)
         whole = origins.get(origin)
@@ -171,7 +185,8 @@ def _collectives(work: Any, origins: Mapping[str, fx.Node]) -> list[CollectiveRe
             edges = [[origin, user.name] for user in whole.users if user.op == "call_function"]
         else:
             edges = [[source, origin] for source in sources if source in origins]
-        forward, backward = traffic_of(node, work.axis.size, node.name in differentiable)
+        forward, backward = traffic_of(node, axis.size, node.name in differentiable)
+        named = [label_of(origins[name]) for name in sources if name in origins]
         records.append(
             CollectiveRecord(
                 name=node.name,
@@ -179,7 +194,7 @@ def _collectives(work: Any, origins: Mapping[str, fx.Node]) -> list[CollectiveRe
                 origin=origin,
                 layer=layer_of(whole) if whole is not None else "",
                 location=user_location(whole) if whole is not None else "",
-                reason=reason_of(node, whole, after, [label_of(origins[name]) for name in sources if name in origins]),
+                reason=reason_of(node, whole, after, named),
                 shape=shape_text(node.meta.get("val")),
                 dtype=dtype_text(node.meta.get("val")),
                 forward_bytes=forward,
@@ -213,15 +228,15 @@ def _sources(node: fx.Node, origin: str) -> tuple[list[str], bool]:
     return sorted(set(found)), after
 
 
-def _differentiable(work: Any) -> set[str]:
-    """Names of the nodes of the local program through which a gradient flows."""
+def _differentiable(gm: fx.GraphModule, inputs: Sequence[Any]) -> set[str]:
+    """Names of the nodes of a local program through which a gradient flows."""
     found: set[str] = set()
     enabled = True
-    placeholders = work.graph.graph.find_nodes(op="placeholder")
-    for node, value in zip(placeholders, work.local_inputs, strict=False):
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, inputs, strict=False):
         if isinstance(value, torch.Tensor) and value.requires_grad:
             found.add(node.name)
-    for node in work.graph.graph.nodes:
+    for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
         if node.target is torch._C._set_grad_enabled:
@@ -241,6 +256,8 @@ def _mask(node: fx.Node) -> Any:
 
 
 def _mask_record(node: fx.Node, captured: Mapping[str, str]) -> MaskRecord:
+    if operator_name(node.target) == _ATTENTION[1]:
+        return _program_record(node)
     mask = _mask(node)
     causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
     size = 0

@@ -65,9 +65,8 @@ def run_step(
 
     enabled = autocast is not None
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=enabled):
-        loss = compiled(**prepare_batch(batch))
-    if hasattr(loss, "loss"):
-        loss = loss.loss
+        out = compiled(**prepare_batch(batch))
+    loss = out["loss"] if isinstance(out, Mapping) and "loss" in out else getattr(out, "loss", out)
     if backward:
         loss.backward()
     model.zero_grad(set_to_none=True)
