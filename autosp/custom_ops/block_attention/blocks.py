@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .program import Block, evaluate, parse
 
-# Elements of one chunk of scores: 16 MiB in fp32 (positions to compare are int64, and a few live at a time), and 256 MiB
-# on a GPU, which smaller products would leave idle.
+# Elements of one chunk of scores: 16 MiB in fp32 (positions to compare are int64, and a few live at a time), and
+# 256 MiB on a GPU, which smaller products would leave idle.
 CHUNK_ELEMENTS = 2**22
 GPU_CHUNKS = 16
 
