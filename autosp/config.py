@@ -342,7 +342,8 @@ def _without_effect(config: AutoSPConfig) -> list[str]:
         names = [name for name in OPTION_NAMES if name in given and name not in used]
         if names:
             found.append(f"{', '.join(names)}: no effect, since sequence_parallel_size is 1")
-    if "linear_cross_entropy_memory" in given and config.fuse_linear_cross_entropy == "never":
+    fuses = config.fuse_linear_cross_entropy != "never" or config.vocab_parallel_ce_backend == "fused_linear"
+    if "linear_cross_entropy_memory" in given and not fuses:
         found.append('linear_cross_entropy_memory has no effect: fuse_linear_cross_entropy is "never"')
     if config.vocab_parallel_lm_head and config.tensor_parallel_size == 1:
         found.append("vocab_parallel_lm_head has no effect: tensor_parallel.autotp_size is 1; the head stays as it is")

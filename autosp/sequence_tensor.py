@@ -78,7 +78,7 @@ def _still_cut(x: Any) -> Any:
     """A result that is cut over the sequence may enter the next graph too (an engine's hook may cast or alias it)."""
     if not isinstance(x, DTensor) or isinstance(x, SequenceTensor):
         return x
-    if len(x.placements) != 1 or type(x.placements[0]) is not ShardPlacement:  # a strided shard is another cut
+    if any(type(placement) is not ShardPlacement for placement in x.placements):  # a strided shard is another cut
         return x
     return SequenceTensor(x._local_tensor, x._spec, requires_grad=x.requires_grad)
 
@@ -131,6 +131,13 @@ def _wrap(local: torch.Tensor, mesh: DeviceMesh, dims: Sequence[int], shape: Seq
     return SequenceTensor(plain._local_tensor, plain._spec, requires_grad=local.requires_grad)
 
 
+def _rows_of_this_rank(whole: torch.Tensor, ranks: int, rank: int, dim: int) -> torch.Tensor:
+    length = whole.shape[dim]
+    block = -(-length // ranks)
+    first = min(length, rank * block)
+    return whole.narrow(dim, first, min(block, length - first))
+
+
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, mesh: DeviceMesh, dims: tuple[int, ...], shape: tuple[int, ...]) -> Any:
@@ -141,6 +148,10 @@ class _FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if isinstance(grad, DTensor):
             grad = grad.redistribute(ctx.mesh, [ShardPlacement(dim) for dim in ctx.dims]).to_local()
+        else:
+            # Zeros that autograd fills in where an output has no gradient are whole and plain.
+            for axis, dim in enumerate(ctx.dims):
+                grad = _rows_of_this_rank(grad, ctx.mesh.size(axis), ctx.mesh.get_local_rank(axis), dim)
         return grad, None, None, None
 
 

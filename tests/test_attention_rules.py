@@ -161,10 +161,15 @@ def check(found: list[dict[tuple[str, int], Found | str]], name: str) -> None:
             assert math.isfinite(one.output_error)
 
 
-GROUPS = [("ulysses", 2), ("ulysses", 3), ("allgather_kv", 3), ("ring", 2), ("ring", 3), ("hybrid", 4), ("auto", 4)]
+GROUPS = [("ulysses", 3), ("allgather_kv", 3), ("ring", 3), ("hybrid", 4)]
+MORE = [("ulysses", 2), ("allgather_kv", 2), ("ring", 2), ("ring", 4), ("auto", 3), ("auto", 4)]
 
 
-@pytest.fixture(scope="module", params=GROUPS, ids=[f"{strategy}-{world}" for strategy, world in GROUPS])
+@pytest.fixture(
+    scope="module",
+    params=[*GROUPS, *(pytest.param(group, marks=pytest.mark.slow) for group in MORE)],
+    ids=[f"{strategy}-{world}" for strategy, world in GROUPS + MORE],
+)
 def attended(ranks: RankPool, request: pytest.FixtureRequest) -> list[dict[tuple[str, int], Found | str]]:
     strategy, world = request.param
     names = [name for name in CASES if name not in OTHER]
@@ -176,7 +181,7 @@ def test_strategies(attended: list[dict[tuple[str, int], Found | str]], name: st
     check(attended, name)
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["sp2", "sp3"])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=["sp2", "sp3"])
 def others(ranks: RankPool, request: pytest.FixtureRequest) -> list[dict[tuple[str, int], Found | str]]:
     return ranks.run(run_cases, __name__, OTHER, LENGTHS, world_size=request.param, timeout=300)
 

@@ -39,8 +39,6 @@ def check(
     [
         ("document", "ulysses", 2),
         ("learned_alibi", "allgather_kv", 3),
-        ("window", "ring", 3),
-        ("document", "hybrid", 4),
         *(
             pytest.param(mask, strategy, 4 if strategy == "hybrid" else 3, marks=slow)
             for strategy in ("ulysses", "allgather_kv", "ring", "hybrid")

@@ -151,7 +151,7 @@ def refusals(rank_info: RankInfo) -> dict[str, str]:
         if name == "other mesh":
             autosp.initialize({"sequence_parallel_size": 1})
         try:
-            deepspeed.initialize(model=model or toys.build(), config={**REST, **config}, **more)
+            deepspeed.initialize(model=toys.build() if model is None else model, config={**REST, **config}, **more)
         except autosp.AutoSPError as error:
             found[name] = f"{type(error).__name__}: {error}"
 

@@ -122,6 +122,7 @@ def masters(rank_info: RankInfo) -> tuple[Run, Run]:
     return run, expected
 
 
+@pytest.mark.slow
 def test_fp32_master_weights(ranks: RankPool) -> None:
     for run, expected in ranks.run(masters, world_size=4):
         assert run.losses == pytest.approx(expected.losses, rel=2e-2)

@@ -68,7 +68,7 @@ def refused(rank_info: RankInfo) -> dict[str, str]:
 
     def trainer(model: Any = None, **arguments: Any) -> Mixed:
         settings = TrainingArguments(output_dir="unused", use_cpu=True, report_to=[], **arguments)
-        return Mixed(model or zoo.build("llama", num_hidden_layers=1), settings)
+        return Mixed(zoo.build("llama", num_hidden_layers=1) if model is None else model, settings)
 
     record("no state", trainer)
     autosp.initialize(SP2)

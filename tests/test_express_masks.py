@@ -182,3 +182,20 @@ def test_gradients_reach_what_a_bias_is_made_of() -> None:
     found = torch.autograd.grad(gm(q, slopes), [q, slopes], upstream)
     for mine, other in zip(found, torch.autograd.grad(function(q, slopes), [q, slopes], upstream), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mask", "became"),
+    [
+        (test_masks.window, "query - key at least 0 and at most 3"),
+        (chunked, "a mask computed block by block from 2 tensors, query - key at least 0"),
+        (alibi, "a bias computed block by block from 3 tensors"),
+    ],
+)
+def test_the_compile_report_says_what_became_of_a_mask(mask: Mask, became: str) -> None:
+    from autosp.report.build import _program_record
+
+    (node,) = run_pass(traced(mask)).graph.find_nodes(op="call_function", target=BLOCK)
+    record = _program_record(node)
+    assert record.became == became
+    assert record.bytes <= 8 * 4 * LENGTH

@@ -23,7 +23,8 @@ from test_fuse_linear_cross_entropy import (
 from torch import fx
 
 from autosp.custom_ops.linear_loss import plan
-from autosp.passes.fuse_linear_cross_entropy import FUSION
+from autosp.layout.nodes import FUSION
+from autosp.report.build import _note
 
 REASONS = {
     "class weights": "it has class weights",
@@ -64,6 +65,8 @@ def test_a_fused_loss_says_so():
     ]
     (kept,) = said(fuse(trace(returned, *operands()), "auto"))
     assert "the model returns its logits" in kept
+    (shown,) = [_note(node) for node in fuse(trace(returned, *operands()), "always").graph.nodes if _note(node)]
+    assert shown == "fused with its LM head; the returned logits are None", "a line of the compile report"
     for form in (head_without_gradient, head_written_afterwards):
         (barred,) = said(fuse(trace(form, *operands())))
         assert "border of a no_grad or autocast region" in barred

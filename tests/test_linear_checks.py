@@ -116,3 +116,13 @@ def test_reduction_settings_are_restored(settings):
     finally:
         for name, value in zip(names, before, strict=True):
             setattr(matmul, name, value)
+
+
+def test_forward_mode_is_refused() -> None:
+    """An operator without a forward-mode formula would drop the tangent: a derivative of 0."""
+    from autosp.custom_ops.linear_loss import vocab_parallel_linear_jsd
+
+    with pytest.raises(InputError, match="hidden carries a tangent"):
+        torch.func.jvp(lambda h: fused(h, W, T), (H,), (H,))
+    with pytest.raises(InputError, match="teacher_weight carries a tangent"):
+        torch.func.jvp(lambda w: vocab_parallel_linear_jsd(H, W, H, w), (W,), (W,))

@@ -76,6 +76,33 @@ def test_functionalize_keeps_writes_to_buffers():
     assert "aten.add_.Tensor" in targets(gm)
 
 
+def chained(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    z = y.mul_(3).add_(1)
+    y.sub_(2)
+    z.mul_(5)
+    return y + z
+
+
+def test_functionalize_rewrites_chains():
+    x = torch.randn(3)
+    out = functionalize_inplace_pass(trace(chained, x))
+    assert not [name for name in targets(out) if "_." in name]
+    torch.testing.assert_close(out(x), chained(x))
+
+
+def test_functionalize_keeps_chained_writes_to_buffers():
+    def average(x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        buffer.mul_(0.9).add_(x)
+        return x * buffer
+
+    gm = functionalize_inplace_pass(trace(average, torch.randn(3), torch.ones(3)))
+    found, expected = torch.ones(3), torch.ones(3)
+    x = torch.randn(3)
+    torch.testing.assert_close(gm(x, found), average(x, expected))
+    torch.testing.assert_close(found, expected)
+
+
 def through_a_view(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     y[0].add_(1)
@@ -96,7 +123,14 @@ def view_returned(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return view, y
 
 
-@pytest.mark.parametrize("function", [through_a_view, view_read_afterwards, view_returned])
+def view_of_a_chain(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    view = y.mul_(3).view(-1)
+    y.add_(1)
+    return view + 1
+
+
+@pytest.mark.parametrize("function", [through_a_view, view_read_afterwards, view_returned, view_of_a_chain])
 def test_functionalize_refuses_and_changes_nothing(function: Callable[..., Any]):
     gm = trace(function, torch.randn(3, 3))
     before = str(gm.graph)

@@ -109,6 +109,35 @@ def test_in_place_backward_is_refused_while_compiling():
         torch.compile(loss, fullgraph=True, backend="eager")(x)
 
 
+def test_strict_mode_is_refused_while_compiling():
+    x, index = torch.randn(2, 8), torch.tensor([1, 2])
+
+    def loss(t):
+        return vocab_parallel_cross_entropy(t, index, strict=True)
+
+    with pytest.raises((InputError, torch._dynamo.exc.Unsupported), match="leave it False under torch.compile"):
+        torch.compile(loss, fullgraph=True, backend="eager")(x)
+
+
+def test_one_graph_with_any_settings():
+    x, index = torch.randn(2, 3, 12, requires_grad=True), torch.randint(0, 12, (2, 3))
+
+    def loss(t, temperature, smoothing, z_loss, beta, end):
+        return (
+            vocab_parallel_cross_entropy(
+                t, index, None, None, 0, end, label_smoothing=smoothing, z_loss=z_loss, temperature=temperature
+            )
+            + vocab_parallel_jsd(t, 2 * t.detach(), beta).mean()
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for settings in ((0.7, 0.1, 0, 0.5, 12), (0.8, 0.2, 1e-3, 0.3, 12), (2, 0.3, 2e-3, 0.4, 12), (0.9, 0, 3e-3, 1, 12)):
+        want, got = loss(x, *settings), compiled(x, *settings)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got, x), torch.autograd.grad(want, x))
+
+
 def test_autocast_inside_a_compiled_function():
     weight, x, index = torch.randn(9, 4, requires_grad=True), torch.randn(3, 4), torch.tensor([0, 8, -100])
 

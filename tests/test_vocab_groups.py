@@ -17,6 +17,7 @@ from autosp.custom_ops.vocab_parallel import (
     vocab_parallel_token_stats,
     vocab_parallel_topk_kl_div,
 )
+from autosp.errors import InputError, RankMismatchError
 
 ROWS = 3
 # name -> (vocabulary, local shard lengths by rank; None: torch.chunk of the vocabulary), for 2 and 4 ranks
@@ -149,6 +150,20 @@ def test_a_vocabulary_that_does_not_fit_its_shards(ranks):
         ranks.run(too_small_body, timeout=60)
 
 
+def one_too_small_body(info):
+    """Only rank 1 lacks columns: it raises, and rank 0 does not wait for it."""
+    columns, ids = (5, 4)[info.rank], torch.zeros(2, dtype=torch.long)
+    try:
+        return vocab_parallel_logprobs(torch.zeros(2, columns), ids, dist.group.WORLD, global_vocab_size=10)
+    except InputError as error:
+        return str(error)
+
+
+def test_one_shard_that_is_too_small_does_not_hang_the_others(ranks):
+    values, message = ranks.run(one_too_small_body, timeout=60)
+    assert values.isnan().all() and "gives rank 1 the ids 5..9, but its logits have 4 columns" in message
+
+
 def strict_body(info):
     x, bad, good = torch.zeros(1, 4), torch.tensor([8]), torch.tensor([7])
     fine = vocab_parallel_cross_entropy(x, good, dist.group.WORLD, strict=True)
@@ -162,6 +177,31 @@ def test_strict_mode_knows_the_whole_vocabulary(ranks):
     for fine, message in ranks.run(strict_body, timeout=60):
         assert fine.item() == pytest.approx(torch.log(torch.tensor(8.0)).item())
         assert "ids outside [0, 8)" in message
+
+
+def strict_together_body(info):
+    """What one rank refuses, every rank refuses: ids of its own tokens (sp), and ids that differ over tp."""
+    world, other = dist.group.WORLD, info.rank == 1
+    x, good = torch.zeros(2, 4), torch.tensor([1, 3])
+    messages = []
+    for call in (
+        lambda: vocab_parallel_cross_entropy(x, torch.tensor([1, 4]) if other else good, None, world, strict=True),
+        lambda: vocab_parallel_logprobs(x, good + other, world, strict=True),
+        lambda: vocab_parallel_logprobs(x, good if other else good.flip(0), world, strict=True),
+    ):
+        try:
+            call()
+        except (InputError, RankMismatchError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def test_strict_mode_refuses_on_every_rank(ranks):
+    first, second = ranks.run(strict_together_body, timeout=60)
+    assert "InputError: target was refused on rank(s) [1] of sp_group" in first[0]
+    assert "InputError: target holds ids outside [0, 4)" in second[0]
+    for messages in (first, second):
+        assert len(messages) == 3 and all("RankMismatchError: index differs" in text for text in messages[1:])
 
 
 def tokens_body(info, smoothing):

@@ -190,11 +190,7 @@ class Sorted(nn.Module):
         self.toy = toy
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        logits = (
-            self.toy(input_ids).logits
-            if self.toy.loss is None
-            else self.toy.head(self.toy.hidden(input_ids, None, None, None))
-        )
+        logits = self.toy.head(self.toy.hidden(input_ids, None, None, None))
         return logits.sort(-1, descending=True).values[..., :3].square().mean()
 
 
@@ -228,6 +224,23 @@ def different_batches(rank_info: Any) -> None:
 
 def test_ranks_that_share_a_vocabulary_need_the_same_batch(ranks: RankPool) -> None:
     ranks.run(different_batches, world_size=2)
+
+
+def dropped(rank_info: Any, sp: int) -> dict[str, torch.Tensor]:
+    toy = toys.build(dropout=0.3)
+    state = autosp.initialize(config(sp), model=toy)
+    torch.manual_seed(rank_info.rank)
+    torch.compile(toy, backend="autosp")(**autosp.prepare_batch(toys.batch(16))).loss.backward()
+    found = {name: p.grad for name, p in toy.named_parameters() if not name.startswith("head")}
+    return {"tp": torch.tensor(state.coordinates["tp"]), "sp": torch.tensor(state.sp_rank), **found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_share_a_vocabulary_drop_alike(ranks: RankPool, world: int) -> None:
+    first, *others = ranks.run(dropped, world // 2, world_size=world)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first if name not in ("tp", "sp"))
 
 
 def run_model(rank_info: Any, name: str, sp: int, length: int, backend: str, **changes: Any) -> None:

@@ -293,6 +293,14 @@ def test_a_row_of_nothing_is_nan():
     ):
         assert got.isnan().tolist() == [True, False]
     assert vocab_parallel_token_stats(x, index).lse[0] == -INF
+    nothing = torch.zeros(2, 0)
+    for got in (
+        vocab_parallel_entropy(nothing),
+        vocab_parallel_kl_div(nothing, nothing),
+        vocab_parallel_jsd(nothing, nothing),
+        vocab_parallel_logprobs(nothing, torch.zeros(2, dtype=torch.long)),
+    ):
+        assert got.isnan().all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), INF])
@@ -490,6 +498,26 @@ def test_double_backward_is_refused():
         gradient = torch.autograd.grad(loss.sum(), x, create_graph=True)[0]
         with pytest.raises(UnsupportedGraphError, match="cannot be differentiated again"):
             gradient.square().sum().backward()
+
+
+def test_the_gradient_where_a_soft_cap_saturates():
+    x = torch.tensor([[40.0, 0.0, -3.0, -60.0]])
+    ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+    index = torch.tensor([1])
+    vocab_parallel_logprobs(ours, index, softcap=5.0).sum().backward()
+    oracle.logprobs(theirs, index, softcap=5.0).sum().backward()
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=0)
+
+
+def test_a_view_is_not_copied():
+    from autosp.custom_ops.vocab_parallel.rows import lane_view, row_view
+
+    whole = draw((2, 5), 48)
+    home = whole.untyped_storage().data_ptr()
+    for logits in (whole[:, :-1], whole[:, 1:], whole[..., :40]):
+        assert row_view(logits).tensor.untyped_storage().data_ptr() == home
+    for logits in (whole[:, :-1], whole[:, 1:]):
+        assert lane_view(logits)[0].tensor.untyped_storage().data_ptr() == home
 
 
 def test_autocast_changes_nothing():

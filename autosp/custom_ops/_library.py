@@ -32,6 +32,11 @@ def define(schema: str, *, forward: Callable[..., Any], fake: Callable[..., Any]
     return getattr(torch.ops.autosp, name).default
 
 
+def process_group(group: str) -> Any:
+    """The process group of a name, as functional collectives themselves resolve it."""
+    return torch.distributed.distributed_c10d._resolve_process_group(group)
+
+
 def group_size(group: str) -> int:
     """Number of ranks of a group given by name."""
     return torch.distributed.distributed_c10d._resolve_process_group(group).size()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ..custom_ops._library import process_group
 from .sharded import vocab_sharded_parameters
 
 
@@ -41,7 +41,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     is_max = norm_type == float("inf")
     for group in sorted(own):
         part = _powers(own[group], norm_type, power).to(next(model.parameters()).device)
-        dist.all_reduce(part, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=_resolve_process_group(group))
+        dist.all_reduce(part, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=process_group(group))
         total = total.to(part.device)
         total = torch.maximum(total, part) if is_max else total + part
     norm = total ** (1.0 / power)

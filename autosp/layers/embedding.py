@@ -71,7 +71,7 @@ class VocabParallelEmbedding(VocabShardedModule):
         """
         check_embedding(embedding)
         weight = embedding.weight
-        meta = cls(*weight.shape, embedding.padding_idx, tp_group, device="meta")
+        meta = cls(weight.shape[0], weight.shape[1], embedding.padding_idx, tp_group, device="meta")
         layer = meta.to(weight.dtype).to_empty(device=weight.device)
         with torch.no_grad():
             layer.weight.copy_(layer.rows_of(weight, "weight"))

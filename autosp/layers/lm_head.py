@@ -79,7 +79,12 @@ def plan_lm_head(model: nn.Module, *, embedding: bool = False) -> HeadPlan:
         )
     if head._forward_hooks or head._forward_pre_hooks:
         raise InputError(f"the LM head {name!r} has forward hooks, which would be lost; register them afterwards")
-    tied = _tied_to(model, name, head.weight)
+    if head.bias is not None and (shared := _tied_to(model, f"{name}.bias", head.bias)):
+        raise InputError(
+            f"the bias of the LM head {name!r} is also {', '.join(map(repr, shared))}: sharding it would untie them. "
+            "Give the head a bias of its own"
+        )
+    tied = _tied_to(model, f"{name}.weight", head.weight)
     if not tied:
         return HeadPlan(name)
     if not embedding:
@@ -177,9 +182,8 @@ def _vocabulary_sizes(model: nn.Module) -> set[int]:
     return {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
 
 
-def _tied_to(model: nn.Module, head: str, weight: torch.Tensor) -> list[str]:
-    """Names of other parameters that are the head's weight, or share its memory."""
-    mine = f"{head}.weight"
+def _tied_to(model: nn.Module, mine: str, weight: torch.Tensor) -> list[str]:
+    """Names of other parameters than ``mine`` that are the tensor ``weight``, or share its memory."""
     found = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name == mine:

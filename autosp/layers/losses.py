@@ -219,7 +219,8 @@ def fused_loss(logits: DeferredLogits, target: torch.Tensor, ignore_index: int, 
         raise InputError(_LOGITS_EXIST)
     head, (softcap, temperature) = logits.head, form
     hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-    weight, bias = head.weight, head.bias
+    weight: torch.Tensor = head.weight
+    bias: torch.Tensor | None = head.bias
     if hidden.dtype != weight.dtype:
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     return vocab_parallel_linear_cross_entropy(

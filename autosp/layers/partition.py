@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ..custom_ops._library import process_group
 from ..custom_ops.vocab_linear import chunk_bounds
 from ..errors import InputError
 
@@ -64,25 +64,20 @@ class VocabGroup:
                 )
             self._mesh, group = group, group.get_group()
         if isinstance(group, str) and group:
-            process_group = _resolve_process_group(group)
-        elif isinstance(group, dist.ProcessGroup):
-            process_group = group
-        elif group is None:
-            process_group = None
-        else:
+            group = process_group(group)
+        if group is not None and not isinstance(group, dist.ProcessGroup):
             raise InputError(
                 "tp_group must be None, a torch.distributed.ProcessGroup, the name of one or a DeviceMesh of one "
                 f"dimension, got {group!r} (a rank outside a group gets no ProcessGroup from new_group)"
             )
-        self.name = "" if process_group is None else process_group.group_name
-        self.ranks = 1 if process_group is None else process_group.size()
-        self.rank = 0 if process_group is None else process_group.rank()
+        self.name: str = "" if group is None else group.group_name
+        self.ranks: int = 1 if group is None else group.size()
+        self.rank: int = 0 if group is None else group.rank()
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """The group as a mesh of one dimension, "tp"."""
         if self._mesh is None or self._mesh.device_type != device_type:
-            group = _resolve_process_group(self.name)
-            self._mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("tp",))
+            self._mesh = DeviceMesh.from_group(process_group(self.name), device_type, mesh_dim_names=("tp",))
         return self._mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabGroup:

@@ -157,6 +157,9 @@ def _choose(call: OpCall, node: fx.Node, unsupported: str, gathered: list[Gather
     rule = find_rule(call.target, call.axis.name)
     if all(value.is_replicated for value in values):
         return _choose_whole(call, rule, values)
+    if (rule is None or _mutates(call)) and all(value.shard is None for value in values):
+        # Sums over the group are all that is missing for whole operands.
+        return _choose_whole(call, None, values)
     try:
         if _mutates(call):
             raise Refusal(

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+FUSION = "autosp_fusion"
+"""``node.meta`` key of a cross entropy (or of what replaced it): whether its LM head was fused into it, or why not."""
+
 
 def argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
     """An argument of a call, given by position or by name, or its default."""

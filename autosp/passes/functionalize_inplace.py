@@ -12,10 +12,15 @@ from ..errors import UnsupportedGraphError
 from ..location import user_location
 
 
+def _is_inplace_name(target: torch._ops.OpOverload) -> bool:
+    name = target._schema.name
+    return name.endswith("_") and not name.endswith("__")
+
+
 def functional_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """``aten.add_.Tensor`` -> ``aten.add.Tensor``; None when the operator writes nothing or has no such form."""
     namespace, name = target._schema.name.split("::")
-    if not target._schema.is_mutable or not name.endswith("_") or name.endswith("__"):
+    if not target._schema.is_mutable or not _is_inplace_name(target):
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
     overload = target._overloadname
@@ -34,8 +39,21 @@ def _is_view(node: fx.Node) -> bool:
     return aliased or node.target._schema.name in maybe
 
 
+def _is_write(node: fx.Node) -> bool:
+    """An in-place operator: its result is its first argument."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and _is_inplace_name(target)
+
+
 def _storage_root(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and _is_view(node) and node.all_input_nodes:
+    while node.op == "call_function" and (_is_view(node) or _is_write(node)) and node.all_input_nodes:
+        node = node.args[0]
+    return node
+
+
+def _written_value(node: fx.Node) -> fx.Node:
+    """What a chain of in-place operators (``x.mul_(2).add_(1)``) writes to."""
+    while _is_write(node):
         node = node.args[0]
     return node
 
@@ -78,9 +96,10 @@ def functionalize_inplace_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if root.op in ("placeholder", "get_attr"):
             continue
         form = functional_form(node.target)
-        aliases = [n for n in gm.graph.nodes if n is not node and n is not root and _storage_root(n) is root]
+        views = [n for n in gm.graph.nodes if _written_value(n) is not root]
+        aliases = [n for n in views if _storage_root(n) is root]
         read_later = any(order[user] > order[node] for alias in aliases for user in alias.users if user is not node)
-        if form is None or root is not node.args[0] or read_later:
+        if form is None or root is not _written_value(node) or read_later:
             raise UnsupportedGraphError(
                 "a value is written in place through a view, or views of it are read afterwards",
                 operator=str(node.target),

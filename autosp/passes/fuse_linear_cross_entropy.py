@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..layout.nodes import argument, is_barred
+from ..layout.nodes import FUSION, argument, is_barred
 from ..layout.placement import known_equal
 from ..location import user_location
 
 aten = torch.ops.aten
 log = logging.getLogger("autosp")
-
-FUSION = "autosp_fusion"
-"""``node.meta`` key of a cross entropy (or of what replaced it): what became of it, in words."""
 
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _CASTS = (

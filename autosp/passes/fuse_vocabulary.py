@@ -196,11 +196,17 @@ def _log_probability(node: fx.Node, logits: set[fx.Node]) -> _Make | None:
 def _entropy_sum(node: fx.Node, logits: set[fx.Node]) -> _Make | None:
     """``sum(p log p)``: minus the entropy."""
     summed = _summed(node, node)
-    for p, logp in _factors(summed[0]) if summed else ():
-        z = _softmax_source(logp, True, node)
-        if z in logits and _softmax_source(p, False, node) is z:
-            return lambda add, z=z: add.finished(add(aten.neg.default, add.entropy(z)), summed[1])
-    return None
+    if summed is None:
+        return None
+    term, keepdim = summed
+    sources = [
+        z
+        for p, logp in _factors(term)
+        if (z := _softmax_source(logp, True, node)) in logits and _softmax_source(p, False, node) is z
+    ]
+    if not sources:
+        return None
+    return lambda add: add.finished(add(aten.neg.default, add.entropy(sources[0])), keepdim)
 
 
 def _entropy_difference(node: fx.Node, logits: set[fx.Node]) -> _Make | None:

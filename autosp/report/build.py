@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from ..layout.infer import STRATEGY
+from ..layout.nodes import FUSION
 from ..layout.placement import Replicate
 from ..layout.stretch import TILED
 from ..location import user_location
@@ -21,6 +22,7 @@ from .traffic import is_collective, reason_of, traffic_of
 
 _VALUES = ("placeholder", "get_attr", "call_function")
 _ATTENTION = ("aten.scaled_dot_product_attention.default", "autosp.block_attention.default")
+_OPEN = 2**40  # a bound that is none
 _ROOT = re.compile(r"^L\['(?:self|fn|args)'\](?:\[\d+\])?|^L(?=\[)")
 
 
@@ -106,10 +108,12 @@ def _node_record(node: fx.Node, work: Any) -> NodeRecord:
 
 
 def _note(node: fx.Node) -> str:
-    """What the rule says about how the operator runs, and whether it runs a part of the tokens at a time."""
+    """What the rule says about how the operator runs, whether it runs a part of the tokens at a time, and for a loss
+    whether its LM head was fused into it."""
     notes = [node.meta[STRATEGY].note] if STRATEGY in node.meta else []
     if TILED in node.meta:
         notes.append(f"in {node.meta[TILED].tiles} parts of the tokens")
+    notes.append(node.meta.get(FUSION, ""))
     return ", ".join(note for note in notes if note)
 
 
@@ -253,8 +257,7 @@ def _mask(node: fx.Node) -> Any:
 
 def _mask_record(node: fx.Node, captured: Mapping[str, str]) -> MaskRecord:
     if operator_name(node.target) == _ATTENTION[1]:
-        became = "bounds or a program of positions (autosp::block_attention): no queries x keys tensor"
-        return MaskRecord(node.name, layer_of(node), became, 0)
+        return _program_record(node)
     mask = _mask(node)
     causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
     size = 0
@@ -270,6 +273,21 @@ def _mask_record(node: fx.Node, captured: Mapping[str, str]) -> MaskRecord:
     else:
         became = "causal, no tensor in the model" if causal else "none"
     return MaskRecord(node.name, layer_of(node), became, size)
+
+
+def _program_record(node: fx.Node) -> MaskRecord:
+    """A mask that is computed block by block: what it reads, and the distances that it leaves."""
+    arguments: tuple[Any, ...] = node.args
+    leaves, program, (low, high) = arguments[3], arguments[5], arguments[9]
+    size = sum(nbytes(leaf.meta.get("val")) for leaf in leaves)
+    parts = []
+    if program:
+        what = "bias" if '"score"' in program else "mask"
+        parts.append(f"a {what} computed block by block from {len(leaves)} tensors")
+    if low > -_OPEN or high < _OPEN:
+        ends = [f"at least {low}" if low > -_OPEN else "", f"at most {high}" if high < _OPEN else ""]
+        parts.append("query - key " + " and ".join(end for end in ends if end))
+    return MaskRecord(node.name, layer_of(node), ", ".join(parts) or "none", size)
 
 
 def _fused(passes: Sequence[PassRecord]) -> list[str]:

@@ -43,6 +43,13 @@ def traffic_of(node: fx.Node, ranks: int, has_gradient: bool) -> tuple[int, int]
         return once, once if has_gradient and scattered else 0
     if name == "all_reduce_sum":
         return twice, 0
+    if name == "ring_attention":
+        arguments: tuple[Any, ...] = node.args
+        keys = [source.meta["val"] for source in arguments[1:3]]
+        passed = sum(map(nbytes, keys)) * (ranks - 1)
+        # The gradients go round with them, in the width in which they are summed, and once more to their owners.
+        wide = sum(nbytes(key) // key.element_size() * max(4, key.element_size()) for key in keys) * ranks
+        return passed, passed + wide if has_gradient else 0
     if name == "aggregate_loss":
         return round(2 * share * sum(nbytes(source.meta.get("val")) for source in node.all_input_nodes)), 0
     return once, once if has_gradient else 0
@@ -64,6 +71,7 @@ def reason_of(node: fx.Node, whole: fx.Node | None, after: bool, sources: Sequen
         "all_gather_sequence": f"{operator} needs {what} whole",
         "reduce_scatter_sequence": f"ranks hold parts of {what} for all tokens: sums are cut to this rank's",
         "all_reduce_sum": f"each rank holds a part of the sum that {what} is",
+        "ring_attention": "keys and values go round, each rank attends with every block of them",
         "aggregate_loss": "the loss of the whole sequence from the sums and counts of all ranks",
     }
     return reasons.get(name, f"{operator} talks to the group about {what}")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from autosp.errors import InputError
 
+from ..forward_mode import refuse_tangent
 from .modes import compute_dtype
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -39,6 +40,7 @@ def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, side: str = "") ->
             raise InputError(f"{name} is {tensor.dtype}; allowed are float16, bfloat16, float32 and float64")
         if tensor.device != hidden.device:
             raise InputError(f"{name} is on {tensor.device}, {side}hidden on {hidden.device}; move them to one device")
+        refuse_tangent(name, tensor)
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
             f"{side}hidden has shape {tuple(hidden.shape)} and {side}weight {tuple(weight.shape)}; needed are "

@@ -150,7 +150,8 @@ def local_jsd_sums(
     p: torch.Tensor, q: torch.Tensor, saved: torch.Tensor, beta: float, options: PairOptions
 ) -> torch.Tensor:
     """``[2, N]``: this shard's ``sum P log(P/M)`` and ``sum Q log(Q/M)`` with global probabilities."""
-    sums = torch.zeros(2, saved.shape[1], dtype=saved.dtype, device=saved.device)
+    # 0, but NaN where a normalisation is not finite: a row that holds nothing at all is no divergence of 0.
+    sums = torch.stack([saved[1] - saved[1], saved[3] - saved[3]])
     if options.valid == 0:
         return sums
     for rows, x, y in pair_chunks(p, q, options.valid):

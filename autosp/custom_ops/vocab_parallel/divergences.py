@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import InputError
-from .checks import check_bounds, check_group, check_index, check_logits, check_pair, check_scaling
+from .checks import check_bounds, check_group, check_index, check_logits, check_options, check_pair, check_scaling
 from .functions import DEFAULT_IGNORE_INDEX, run_row_stats
 from .jsd_op import vocab_jsd
 from .kl_op import vocab_kl
@@ -143,6 +143,7 @@ def vocab_parallel_topk_kl_div(
         InputError: a wrong shape, dtype, device, group, bound or option.
     """
     check_logits(student, "student")
+    check_options(ignore_index)
     if not isinstance(teacher_logprobs, torch.Tensor) or not teacher_logprobs.is_floating_point():
         raise InputError("teacher_logprobs must be a floating tensor of shape [..., K].")
     if not isinstance(teacher_index, torch.Tensor) or teacher_logprobs.shape != teacher_index.shape:

@@ -20,12 +20,12 @@ from .checks import (
     check_index,
     check_inplace,
     check_logits,
+    check_options,
     check_scaling,
-    check_targets_strictly,
 )
-from .groups import gather_packed
 from .reduce_op import sum_over_group
 from .row_stats_op import vocab_row_stats
+from .strict import check_targets_strictly
 
 DEFAULT_IGNORE_INDEX = -100
 
@@ -123,8 +123,10 @@ def vocab_parallel_cross_entropy(
         z_loss: factor of the squared log-sum-exp.
         temperature: positive number, or a tensor of shape ``[...]``; logits are divided by it after the soft cap.
         softcap: c of ``c tanh(logits / c)``, or None.
-        strict: look at the targets on the host (waits for the device) and raise for an id outside the vocabulary.
-        inplace_backward: write the gradient over the logits. Another use of them in the backward is then an autograd
+        strict: look at the targets on the host (waits for the device; not under torch.compile) and raise for an id
+            outside the vocabulary, on every rank of both groups, and for targets that differ over ``tp_group``.
+        inplace_backward: write the gradient over the logits, a contiguous tensor that is no parameter (or view of
+            one). Another use of them in the backward is then an autograd
         error.
 
     Returns:
@@ -137,8 +139,7 @@ def vocab_parallel_cross_entropy(
     check_logits(logits)
     if reduction not in ("mean", "sum", "none"):
         raise InputError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise InputError(f"label_smoothing must be in [0, 1], got {label_smoothing!r}.")
+    check_options(ignore_index, label_smoothing, z_loss)
     index = check_index(logits, target, "target", trailing=False)
     tp_name, sp_name = check_group(tp_group), check_group(sp_group, "sp_group")
     bounds = check_bounds(logits, tp_name, vocab_start_index, vocab_end_index)
@@ -146,7 +147,7 @@ def vocab_parallel_cross_entropy(
     if inplace_backward:
         check_inplace(logits)
     if strict:
-        check_targets_strictly(index, ignore_index, _vocabulary_size(logits, bounds, tp_name), "target")
+        check_targets_strictly(logits, index, ignore_index, bounds, "target", tp_name, sp_name)
     stats = run_row_stats(
         logits,
         index,
@@ -204,6 +205,7 @@ def vocab_parallel_logprobs(
         InputError: a wrong shape, dtype, device, group, bound or option.
     """
     check_logits(logits)
+    check_options(ignore_index)
     ids = check_index(logits, index, "index")
     name = check_group(tp_group)
     bounds = check_bounds(logits, name, vocab_start_index, vocab_end_index, global_vocab_size)
@@ -211,7 +213,7 @@ def vocab_parallel_logprobs(
     if inplace_backward:
         check_inplace(logits)
     if strict:
-        check_targets_strictly(ids, ignore_index, _vocabulary_size(logits, bounds, name), "index")
+        check_targets_strictly(logits, ids, ignore_index, bounds, "index", name)
     skip = ids.dim() < logits.dim()
     stats = run_row_stats(logits, ids, name, bounds, scaling, ignore_index, skip_ignored=skip, inplace=inplace_backward)
     return stats.logp
@@ -281,6 +283,7 @@ def vocab_parallel_token_stats(
         InputError: a wrong shape, dtype, device, group, bound or option.
     """
     check_logits(logits)
+    check_options(ignore_index)
     ids = check_index(logits, index, "index")
     name = check_group(tp_group)
     bounds = check_bounds(logits, name, vocab_start_index, vocab_end_index, global_vocab_size)
@@ -288,15 +291,6 @@ def vocab_parallel_token_stats(
     if inplace_backward:
         check_inplace(logits)
     if strict:
-        check_targets_strictly(ids, ignore_index, _vocabulary_size(logits, bounds, name), "index")
+        check_targets_strictly(logits, ids, ignore_index, bounds, "index", name)
     stats = run_row_stats(logits, ids, name, bounds, scaling, ignore_index, entropy=True, inplace=inplace_backward)
     return TokenStats(stats.logp, stats.entropy, stats.lse, stats.is_argmax)
-
-
-def _vocabulary_size(logits: torch.Tensor, bounds: Bounds, group: str) -> int:
-    """Size of the vocabulary for the strict check, by one small collective where only the other ranks know it."""
-    if bounds.total >= 0:
-        return bounds.total
-    columns = bounds.end - bounds.start if bounds.start >= 0 else logits.shape[-1]
-    counts = gather_packed(torch.tensor([columns], dtype=torch.int64, device=logits.device), group)
-    return int(counts.sum())

@@ -14,6 +14,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ...errors import InputError
 
+# Shard bounds travel with the packed statistics as float32, which holds integers exactly up to here.
+MAX_VOCABULARY = 1 << 24
+
 
 def group_name(group: Any, argument: str) -> str:
     """The name that operators take: ``""`` for no group at all (which is never the world).
@@ -78,12 +81,17 @@ def shard_bounds(columns: int, start: int, end: int, total: int, group: str) -> 
     the combination of the shards verifies on the device (see ``row_stats``).
 
     Raises:
-        InputError: the local logits have fewer columns than the shard that ``total`` gives to this rank.
+        InputError: the local logits have fewer columns than the shard that ``total`` gives to this rank, or equal
+            shards make a vocabulary of 2**24 ids or more.
     """
     if start >= 0:
         return start, (end if end >= 0 else start + columns) - start
     size, rank = group_size_and_rank(group)
     if total < 0:
+        if size * columns >= MAX_VOCABULARY:
+            raise InputError(
+                f"{size} shards of {columns} columns; the largest vocabulary supported is {MAX_VOCABULARY - 1} ids."
+            )
         return rank * columns, columns
     chunk = -(-total // size)
     first = min(rank * chunk, total)

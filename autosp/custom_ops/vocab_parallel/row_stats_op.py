@@ -31,11 +31,19 @@ from typing import NamedTuple
 
 import torch
 
+from ...errors import InputError
 from ..dispatch import triton_usable
 from .derivatives import first_derivative
 from .groups import gather_packed, shard_bounds
 from .registry import register
-from .row_stats_plain import RowGradients, RowOptions, combine_row_stats, local_row_stats, row_stats_backward
+from .row_stats_plain import (
+    PACKED_FIELDS,
+    RowGradients,
+    RowOptions,
+    combine_row_stats,
+    local_row_stats,
+    row_stats_backward,
+)
 from .rows import accumulator_dtype, count_rows
 
 # scales: inverse temperature, softcap; bounds: start, end, total; flags: see Flags
@@ -74,8 +82,14 @@ def _row_stats(logits, index, inverse_rows, scales, bounds, group, ignore_index,
     ``lse``, ``entropy`` and ``mean_logp`` have shape ``[...]``, the last two ``[0]`` where not asked for; ``saved`` is
     ``[2N + 1]``: m, log s and the size of the vocabulary.
     """
-    options = _options(logits, inverse_rows, scales, bounds, group, ignore_index, flags)
     ids = _ids(logits, index)
+    try:
+        options = _options(logits, inverse_rows, scales, bounds, group, ignore_index, flags)
+    except InputError:
+        # Only this rank's shard may be wrong: the others wait for its statistics, and get NaN.
+        length = ids.shape[0] * (PACKED_FIELDS + ids.shape[1]) + 2
+        gather_packed(logits.new_full((length,), torch.nan, dtype=accumulator_dtype(logits)), group)
+        raise
     if triton_usable(logits, index):
         from .kernels import row_stats as kernels
 

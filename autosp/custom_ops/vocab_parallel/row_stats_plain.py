@@ -70,8 +70,13 @@ def cap(x: torch.Tensor, softcap: float) -> torch.Tensor:
 
 
 def cap_slope(x: torch.Tensor, softcap: float) -> torch.Tensor | float:
-    """Derivative of ``cap`` at ``x``: ``1 - tanh(x / softcap)^2``."""
-    return 1.0 - torch.tanh(x / softcap).square() if softcap else 1.0
+    """Derivative of ``cap`` at ``x``: ``1 - tanh(x / softcap)^2 = 4 t / (1 + t)^2`` with ``t = exp(-2 |x / softcap|)``,
+    the form without cancellation.
+    """
+    if not softcap:
+        return 1.0
+    t = torch.exp(-2.0 * (x / softcap).abs())
+    return 4.0 * t / (1.0 + t).square()
 
 
 def finite_or_zero(m: torch.Tensor) -> torch.Tensor:

@@ -103,11 +103,11 @@ def product_strategy(call: OpCall, a: Value, b: Value, names: tuple[str, str]) -
 
 
 def _contracted(call: OpCall, a: Value, b: Value, names: tuple[str, str]) -> Strategy:
-    """Both operands are cut along the contracted tokens: each rank's product is a partial sum."""
+    """The contracted tokens are cut, in both operands or in one, to whose rows the other is cut: each rank's product is
+    a partial sum.
+    """
     first, second = names
-    if a.shard is None or b.shard is None:
-        raise Refusal("a matrix product contracts the sharded dimension of one operand")
-    cut = a.shard
+    cut = (a.shard or b.shard).at(a.ndim - 1)
     needed = cut.at(b.ndim - 2 if b.ndim > 1 else 0)
 
     def partial_product(c: OpCall, local: dict):

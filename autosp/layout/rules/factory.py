@@ -6,6 +6,7 @@ import torch
 
 from ..call import OpCall, Strategy
 from ..registry import register_rule
+from .pointwise import where_it_is
 
 aten = torch.ops.aten
 
@@ -22,8 +23,7 @@ def factory_rule(call: OpCall) -> Strategy:
 @register_rule(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
 def new_rule(call: OpCall) -> Strategy:
     """Takes dtype and device of its operand, not its elements: whole, whatever the layout of the operand."""
-    value = call["self"]
-    return Strategy(inputs={"self": value.placement})
+    return Strategy(inputs={"self": where_it_is(call["self"])})
 
 
 @register_rule(aten._assert_async, aten._assert_tensor_metadata, aten._assert_scalar)

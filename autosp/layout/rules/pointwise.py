@@ -64,3 +64,15 @@ def pointwise_rule(call: OpCall) -> Strategy:
         raise Refusal("token dimensions that are set against each other, as in a mask")
     inputs = {name: align(value, call.out_shape, cut) for name, value in call.values()}
     return Strategy(inputs=inputs, output=cut)
+
+
+def where_it_is(value: Value) -> Placement:
+    """The layout of an operand of which dtype and device alone are read; a partial sum may be held in a wider dtype."""
+    return value.shard or REPLICATE
+
+
+@register_rule(aten.type_as.default, aten.to.other)
+def cast_like_rule(call: OpCall) -> Strategy:
+    """The other operand gives dtype and device; its sizes need not fit, and its cut says nothing about the result."""
+    placement = where_it_is(call["self"])
+    return Strategy(inputs={"self": placement, "other": where_it_is(call["other"])}, output=placement)

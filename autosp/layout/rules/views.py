@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ..call import OpCall, Refusal, Strategy, Value
-from ..placement import PARTIAL, REPLICATE, known_equal, map_view
+from ..placement import PARTIAL, REPLICATE, known_equal, map_view, shard_of_dim
 from ..registry import register_rule
 
 aten = torch.ops.aten
@@ -67,6 +67,17 @@ def permute_rule(call: OpCall) -> Strategy:
     return Strategy(inputs={"self": value.shard}, output=value.shard.at(order.index(value.shard.dim)))
 
 
+@register_rule(aten.view_as_complex.default, aten.view_as_real.default)
+def complex_view_rule(call: OpCall) -> Strategy:
+    """Pairs of reals and complex numbers: a last dimension of two goes or comes, the others stay."""
+    value: Value = call["self"]
+    if value.shard is None:
+        return Strategy()
+    if call.target is aten.view_as_complex.default and value.shard.dim == value.ndim - 1:
+        raise Refusal("real and imaginary parts are two positions of the sequence")
+    return Strategy(inputs={"self": value.shard}, output=value.shard)
+
+
 @register_rule(aten.expand, aten.expand_as)
 def expand_rule(call: OpCall) -> Strategy:
     """Other dimensions are stretched; the cut one keeps its local size."""
@@ -115,7 +126,9 @@ def window_start(length, size, call: OpCall):
     start = 0 if start is None else start
     if start >= 0:
         return start
-    end = None if "length" in call.args else call["end"]
+    if "length" in call.args:
+        return length + start
+    end = call["end"]
     if end is None or (isinstance(end, int) and end >= 2**62) or known_equal(end, length):
         return length - size
     # The kept size already honours clamping, so counting back from the end is right for any negative start.
@@ -277,8 +290,8 @@ def scatter_rule(call: OpCall) -> Strategy:
     if cut is None:
         return Strategy()
     if cut.dim == dim:
-        if call.homing:
-            return Strategy(inputs={"self": cut}, output=cut)
+        if call.homing:  # the dimension runs over tokens, whichever of the two says so
+            return Strategy(output=cut if value.shard is not None else shard_of_dim(call.out_shape, dim))
         raise Refusal(
             "a part of a sharded sequence is written", "join the parts before the model, or write whole inputs"
         )
