@@ -154,8 +154,9 @@ class _Reader:
         key = _storage(value)
         if key not in self.storages:
             self.storages[key] = len(self.program.buffers)
-            # the storage, not the tensor: one of three views may be seen first
-            self.program.buffers[self.storages[key]] = Buffer(expression(value.untyped_storage().nbytes()), part)
+            # the storage, not the tensor: one of three views may be seen first; a parameter's fake has none of its own
+            size = expression(value.untyped_storage().nbytes())
+            self.program.buffers[self.storages[key]] = Buffer(tensor_bytes(value) if size == 0 else size, part)
         return self.storages[key]
 
     def _is_stored(self, node: fx.Node) -> bool:
