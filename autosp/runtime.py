@@ -18,7 +18,7 @@ from .layout.axis import Axis
 from .layout.outputs import OutputSpec
 from .layout.padding import pad_rows
 from .mesh import AutoSPState
-from .sequence_tensor import ToLocal, from_local
+from .sequence_tensor import SequenceTensor, ToLocal, from_local
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,16 @@ class LocalProgram:
         self.vocabulary_specs = list(vocabulary_specs)
 
     def __call__(self, *args: Any) -> list[Any]:
-        for index in self.sharded_inputs:
-            check_rows(args[index], self.axis.size)
+        for index, arg in enumerate(args):
+            if index in self.sharded_inputs:
+                check_rows(arg, self.axis.size)
+            elif isinstance(arg, SequenceTensor):
+                # A view made between two graphs looks whole to the one that is compiled for it.
+                raise InputError(
+                    f"a value of shape {tuple(arg.shape)} arrived sharded over the sequence where the compiled program "
+                    "expects it whole: it is a view made outside of any graph. Make it inside the compiled model, or "
+                    "clone it there"
+                )
         if self.checked:
             agree(self.state, "step", step_payload(args, self.checked), detail=describe(args, self.checked))
         if self.sharded_inputs:

@@ -71,7 +71,9 @@ def _mixed(func: Any, operands: Sequence[Any]) -> str:
 
 
 def _is_own_shape(x: torch.Tensor, sizes: Sequence[Any]) -> bool:
-    return len(sizes) == x.dim() and all(statically_known_true(a == b) for a, b in zip(sizes, x.shape, strict=True))
+    """Whether a view of these sizes, of which one may be -1, is ``x`` itself."""
+    same = (type(a) is int and a == -1 or statically_known_true(a == b) for a, b in zip(sizes, x.shape, strict=False))
+    return len(sizes) == x.dim() and all(same)
 
 
 def _still_cut(x: Any) -> Any:

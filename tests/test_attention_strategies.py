@@ -72,12 +72,20 @@ def test_half_precision_is_merged_in_single(ranks: RankPool, strategy: str):
 
 def run_half(rank_info: Any, build: Any, strategy: str) -> parity.Result:
     config = {"autosp": {"inner_backend": "aot_eager", "attention": strategy}}
-    return parity.run_model(rank_info, lambda: build().bfloat16(), [masked_toys.batch(17)], config=config)[0]
+    return parity.run_model(rank_info, lambda: coarse(build().bfloat16()), [masked_toys.batch(17)], config=config)[0]
+
+
+def coarse(model: masked_toys.MaskedToy) -> masked_toys.MaskedToy:
+    """Without the gradient of the key bias: softmax does not feel it, so that it is nothing but rounding, and in half
+    precision one process is as far from the true zero as a group is.
+    """
+    model.toy.attention.k.bias.requires_grad_(False)
+    return model
 
 
 def run_autocast(rank_info: Any, mask: str, strategy: str) -> list[parity.Result]:
     config = {"autosp": {"inner_backend": "aot_eager", "attention": strategy}}
-    build = lambda: masked_toys.build(mask).float()  # noqa: E731
+    build = lambda: coarse(masked_toys.build(mask).float())  # noqa: E731
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return parity.run_model(rank_info, build, [masked_toys.batch(17, packed=True)], config=config)
 

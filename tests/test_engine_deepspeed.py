@@ -15,6 +15,7 @@ from engine_steps import Run
 from pool import RankInfo, RankPool
 
 import autosp
+from autosp import mesh
 
 pytest.importorskip("deepspeed")
 
@@ -82,7 +83,7 @@ def steps(engine: Any, model: torch.nn.Module) -> Run:
 def trained(rank_info: RankInfo, cases: list[tuple[str, int]], clip: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, stage in cases:
-        autosp.mesh.reset()  # type: ignore[attr-defined]
+        mesh.reset()
         model = toys.build()
         engine = engine_of(model, JSONS[name], stage, gradient_clipping=clip)
         found[f"{name}, ZeRO {stage}"] = steps(engine, model)
@@ -118,7 +119,7 @@ def test_every_json_with_every_stage(fresh_ranks: RankPool, name: str, clip: flo
 
 def compiled_by_the_engine(rank_info: RankInfo) -> Run:
     """``engine.compile(backend="autosp")`` on top: the setting of the JSON holds then."""
-    autosp.mesh.reset()  # type: ignore[attr-defined]
+    mesh.reset()
     model = toys.build()
     engine = engine_of(model, JSONS["both sizes"], 1)
     engine.compile(backend="autosp")
@@ -147,7 +148,7 @@ def refusals(rank_info: RankInfo) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def record(name: str, config: dict[str, Any], model: Any = None, **more: Any) -> None:
-        autosp.mesh.reset()  # type: ignore[attr-defined]
+        mesh.reset()
         if name == "other mesh":
             autosp.initialize({"sequence_parallel_size": 1})
         try:

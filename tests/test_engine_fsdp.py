@@ -19,6 +19,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import autosp
 from autosp.integrations import fsdp
+from autosp.layout.axis import Axis
+from autosp.runtime import LocalProgram
+from autosp.sequence_tensor import shard
 
 SP2 = {"sequence_parallel_size": 2, "autosp": {"inner_backend": "aot_eager"}}
 
@@ -92,8 +95,7 @@ def trained(
     if not layered:
         return run, expected, torch._dynamo.utils.counters["stats"]["unique_graphs"]
     layer = next(module for module in model.modules() if isinstance(module.forward, fsdp._Layer))
-    forward = type(layer).__mro__[1].forward  # FSDP2 gives each module a class of its own
-    return run, expected, len(_debug_get_cache_entry_list(forward.__code__))  # type: ignore[attr-defined]
+    return run, expected, len(_debug_get_cache_entry_list(type(layer).forward.__code__))
 
 
 @pytest.mark.parametrize(
@@ -205,6 +207,9 @@ def refusals(rank_info: RankInfo) -> dict[str, str]:
     # A toy adds positions to its embedding outside of every layer.
     toy = toys.build()
     fsdp.fully_shard(toy, layers=[toy.mlp])
+    axis = Axis("sp", 2, rank_info.rank, state.sp_group)
+    whole = LocalProgram(print, [], axis, state, [], "full", {})
+    record("view", lambda: whole(shard(torch.ones(1, 4, 2), state.mesh["sp"], 1)))
     record("outside", lambda: toy(**autosp.prepare_batch(toys.batch(16))))
     return found
 
@@ -217,6 +222,9 @@ def test_what_does_not_fit_is_refused(ranks: RankPool) -> None:
         assert "layers[0] is a Linear that is no module inside the model" in found["layer"]
         assert "inside another one of them" in found["nested"]
         assert "the module 'mlp' is sharded by FSDP2 already" in found["sharded"]
+        assert (
+            "(1, 4, 2) arrived sharded over the sequence where the compiled program expects it whole" in found["view"]
+        )
         assert "outside the compiled model takes a value that is sharded over the sequence" in found["outside"]
 
 

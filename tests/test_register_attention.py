@@ -74,8 +74,8 @@ def run_transformers(rank_info: Any) -> list[parity.Result]:
     from transformers import AttentionInterface
 
     kernel_attention.register()
-    AttentionInterface.register("autosp_test_flash", kernel_attention.transformers_attention)
-    build = lambda: zoo.build("llama", num_hidden_layers=1, attn_implementation="autosp_test_flash")  # noqa: E731
+    AttentionInterface.register("autosp_test_kernel", kernel_attention.transformers_attention)
+    build = lambda: zoo.build("llama", num_hidden_layers=1, attn_implementation="autosp_test_kernel")  # noqa: E731
     return parity.run_model(rank_info, build, [zoo.batch(17)])
 
 

@@ -39,6 +39,11 @@ class Axis:
         """What the axis shares, for messages."""
         return "vocabulary" if self.name == VOCABULARY else "sequence"
 
+    @property
+    def parts(self) -> str:
+        """What the ranks hold some of, for messages."""
+        return "ids of the vocabulary" if self.name == VOCABULARY else "tokens of the sequence"
+
     def divides(self, length: IntLike) -> bool:
         """Whether the group divides ``length``; a symbolic length is settled by a guard, so that even and uneven
         lengths are two compilations and each is exact."""

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from .program import Block, evaluate, parse
 
-# Elements of one chunk of scores: 64 MiB in fp32, and 256 MiB on a GPU, which smaller products would leave idle.
-CHUNK_ELEMENTS = 2**24
-GPU_CHUNKS = 4
+# Elements of one chunk of scores: 16 MiB in fp32 (positions to compare are int64, and a few live at a time), and
+# 256 MiB on a GPU, which smaller products would leave idle.
+CHUNK_ELEMENTS = 2**22
+GPU_CHUNKS = 16
 
 
 @dataclass(frozen=True)

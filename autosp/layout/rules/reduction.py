@@ -140,8 +140,8 @@ def along_dims_rule(call: OpCall, value: Value, dims: Sequence[int], outputs: in
         return Strategy(output=REPLICATE if outputs == 1 else [REPLICATE] * outputs)
     if shard.dim in dims:
         raise Refusal(
-            "this operator mixes the tokens of the sequence",
-            'use unsupported: "gather" to run it on the whole sequence',
+            f"this operator mixes the {call.axis.parts}",
+            f'use unsupported: "gather" to run it on the whole {call.axis.what}',
         )
     cut = shard if keeps else without(shard, dims, call.get("keepdim", False))
     return Strategy(inputs={_main(call): shard}, output=cut if outputs == 1 else [cut] * outputs)
