@@ -96,7 +96,8 @@ def functionalize_inplace_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if root.op in ("placeholder", "get_attr"):
             continue
         form = functional_form(node.target)
-        views = [n for n in gm.graph.nodes if _written_value(n) is not root]
+        # Views that are made afterwards are made of what is then the written value.
+        views = [n for n in gm.graph.nodes if order[n] < order[node] and _written_value(n) is not root]
         aliases = [n for n in views if _storage_root(n) is root]
         read_later = any(order[user] > order[node] for alias in aliases for user in alias.users if user is not node)
         if form is None or root is not _written_value(node) or read_later:
