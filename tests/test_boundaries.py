@@ -95,7 +95,7 @@ def recomputed(rank_info: RankInfo, checkpointing: bool) -> dict[str, collection
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_compiler
 
-    from autosp import backend
+    from autosp import inner
 
     counts: dict[str, collections.Counter[str]] = {}
 
@@ -106,8 +106,8 @@ def recomputed(rank_info: RankInfo, checkpointing: bool) -> dict[str, collection
 
         return make_boxed_compiler(compiler)
 
-    original = backend.lookup_backend
-    backend.lookup_backend = lambda name: aot_autograd(fw_compiler=count("forward"), bw_compiler=count("backward"))
+    original = inner.lookup_backend
+    inner.lookup_backend = lambda name: aot_autograd(fw_compiler=count("forward"), bw_compiler=count("backward"))
     try:
         autosp.initialize({"autosp": {"inner_backend": "aot_eager"}})
         model = zoo.build("llama")
@@ -116,7 +116,7 @@ def recomputed(rank_info: RankInfo, checkpointing: bool) -> dict[str, collection
         out = torch.compile(model.train(), backend="autosp")(**autosp.prepare_batch(zoo.batch(16)))
         out.loss.backward()
     finally:
-        backend.lookup_backend = original
+        inner.lookup_backend = original
     return counts
 
 
@@ -136,7 +136,7 @@ def checkpointed_parity(rank_info: RankInfo) -> list[parity.Result]:
         model.gradient_checkpointing_enable()
         return model.train()
 
-    return parity.run_model(rank_info, build, [zoo.batch(16), zoo.batch(17)])
+    return parity.run_model(rank_info, build, [zoo.batch(16), zoo.batch(17)], config=parity.AOT_EAGER)
 
 
 def test_checkpointed_layers_are_exact(ranks: RankPool) -> None:
