@@ -131,9 +131,11 @@ def _clean() -> None:
 
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         torch._C._clear_DTensor_sharding_propagator_cache()
-        from torch.distributed.tensor._redistribute import _gen_transform_infos
+        from torch.distributed.tensor import _redistribute
 
-        _gen_transform_infos.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
+        if clear := getattr(_redistribute, "clear_redistribute_planner_cache", None):
+            clear()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     _forget_compiled_code()
