@@ -36,6 +36,9 @@ from pool_worker import Call, Outcome, RankInfo
 __all__ = ["RankFailure", "RankInfo", "RankPool", "fake_group"]
 
 MAX_WORLD_SIZE = 8
+# Libraries keep some groups of earlier calls alive (FSDP2, DeepSpeed), and with each of them threads of gloo that wake
+# up a hundred times a second: past this many a fresh process is cheaper.
+MAX_THREADS = 80
 LOG_TAIL_BYTES = 12_000
 
 
@@ -61,6 +64,13 @@ class _Worker:
     connection: Connection
     log: Path
     log_start: int = field(default=0)
+
+    def threads(self) -> int:
+        """Threads of the process; 0 where /proc does not tell."""
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        except OSError:
+            return 0
 
     def tail(self) -> str:
         with self.log.open("rb") as file:
@@ -147,7 +157,7 @@ class RankPool:
         self._folder.cleanup()
 
     def _grow(self, world_size: int) -> None:
-        if any(worker.process.poll() is not None for worker in self._workers):
+        if any(worker.process.poll() is not None or worker.threads() > MAX_THREADS for worker in self._workers):
             self._discard()
         while len(self._workers) < world_size:
             parent, child = Pipe()
