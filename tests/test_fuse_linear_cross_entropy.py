@@ -19,7 +19,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from autosp import backend
 from autosp.custom_ops.linear_loss import plan
 from autosp.passes.fuse_linear_cross_entropy import fuse_linear_cross_entropy_pass
 
@@ -301,7 +300,7 @@ def compiled_graphs(mode: str, monkeypatch: pytest.MonkeyPatch, way: str = "") -
 
     compilers = {"fw_compiler": keep("forward"), "bw_compiler": keep("backward")}
     inner = aot_autograd(**compilers, partition_fn=min_cut_rematerialization_partition)
-    monkeypatch.setattr(backend, "lookup_backend", lambda name: inner)
+    monkeypatch.setattr("autosp.inner.lookup_backend", lambda name: inner)
     # Left to itself it keeps logits of up to an eighth of a GiB, being no burden: at these sizes that is all of them.
     monkeypatch.setattr(plan, "choose_way", lambda *_: way)
     torch._dynamo.reset()

@@ -33,7 +33,7 @@ class Mixer(nn.Module):
     def __init__(self, mix: str) -> None:
         super().__init__()
         self.toy = toys.build()
-        self.conv = nn.Conv1d(16, 16, 3, padding=1, groups=16)
+        self.conv = nn.Conv1d(16, 16, 3, stride=2, groups=16)
         self.lengthwise = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) * 0.1)
         self.mix = MIXERS[mix][0]
 
@@ -48,9 +48,9 @@ def cumsum(model, x, ids):
     return x + x.cumsum(1) * 0.1
 
 
-@mixer("aten.convolution.default", "no rule")
+@mixer("aten.conv1d.default", "stride")
 def conv1d(model, x, ids):
-    return x + model.conv(x.transpose(1, 2)).transpose(1, 2)
+    return x + model.conv(x.transpose(1, 2)).mean(2).unsqueeze(1)
 
 
 @mixer("aten.flip.default", "rolled or flipped")
@@ -138,7 +138,7 @@ def bernoulli(model, x, ids):
 @mixer("aten.fill_.Scalar", "in place")
 def write_through_a_view(model, x, ids):
     y = x * 1.0
-    y[:, 0].fill_(0.0)
+    y.view(x.shape[0], -1)[:, 0].fill_(0.0)
     return y
 
 
