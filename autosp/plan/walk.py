@@ -50,7 +50,10 @@ def profile(trace: Trace, length: int) -> Profile:
     for program in trace.forward:
         sizes = _sizes(program, trace, length, known)
         _walk(program, sizes, result, live, _kept(program), set(), ["forward"] * len(program.work))
-        parts.update({name: program.buffers[number].part for name, number in program.returned.items()})
+        # What a program is given and hands on (a weight) was counted by whoever gave it.
+        given = set(program.given.values())
+        made = {name: number for name, number in program.returned.items() if number not in given}
+        parts.update({name: program.buffers[number].part for name, number in made.items()})
         _add_work(program, trace, length, known, result)
     # of several graphs the last one's backward runs first, and what the earlier ones saved is live meanwhile
     for program in trace.backward:
