@@ -378,7 +378,7 @@ case("bce", lambda x, y: F.binary_cross_entropy(x.sigmoid(), y), [LOGITS, SOFT],
 case("huber", lambda x, y: F.huber_loss(x, y) + F.smooth_l1_loss(x, y), [X, WHOLE], "R")
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["sp2", "sp3"])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=["sp2", "sp3"])
 def found(ranks: RankPool, request: pytest.FixtureRequest) -> list[dict[tuple[str, int], Found | str]]:
     return ranks.run(run_cases, __name__, list(CASES), LENGTHS, world_size=request.param, timeout=300)
 

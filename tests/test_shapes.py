@@ -72,7 +72,7 @@ def test_batch_sizes(ranks: RankPool, dynamic: bool | None):
 HEADS = [(8, 8), (8, 2), (8, 1), (6, 3), (9, 3), (28, 7), (40, 8), (3, 1), (2, 2)]
 
 
-QUICK_HEADS = {((8, 8), 2), ((8, 2), 3), ((8, 1), 4), ((6, 3), 4), ((9, 3), 4), ((28, 7), 2), ((40, 8), 3), ((2, 2), 3)}
+QUICK_HEADS = {((8, 8), 2), ((8, 1), 4), ((9, 3), 4), ((28, 7), 2), ((40, 8), 3), ((2, 2), 3)}
 
 
 @pytest.mark.parametrize(("heads", "world"), grid(HEADS, QUICK_HEADS))
@@ -180,7 +180,9 @@ def test_half_precision(ranks: RankPool, dtype: torch.dtype):
     check_all(ranks.run(parity.run_model, build, [toys.batch(16), toys.batch(17)]), rtol=2e-2)
 
 
-@pytest.mark.parametrize("loss", ["pad_slice", "reduction_sum", "several"])
+@pytest.mark.parametrize(
+    "loss", ["pad_slice", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reduction_sum", "several"))]
+)
 def test_bfloat16_loss(ranks: RankPool, loss: str):
     build = functools.partial(toys.build, loss, dtype=torch.bfloat16)
     check_all(ranks.run(parity.run_model, build, [toys.batch(16), toys.batch(17)]), rtol=2e-2)

@@ -146,7 +146,7 @@ def test_no_wide_value_is_saved_or_exists_for_all_tokens(fake_ranks: Callable[..
     assert alive(4) == (0, rows // 4)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exact_in_parts(ranks: RankPool, checkpoint: bool):
     config = {"autosp": {"inner_backend": "aot_eager", "token_tiles": 3}}
     # 33 rows over two ranks: parts of 5, 5 and 7 rows; at 5 tokens no parts at all.
