@@ -70,19 +70,19 @@ def join_gradient_sums(graph: fx.Graph) -> int:
 
 
 class JoinGradientSums(CustomGraphPass):
-    """``join_gradient_sums`` as Inductor takes passes, followed by the one that a user has set."""
+    """``join_gradient_sums`` as Inductor takes passes, followed by what a user has set: one pass, or (torch 2.13)
+    several.
+    """
 
     def __init__(self, users: Any = None) -> None:
-        self.users = users
+        several = isinstance(users, (list, tuple))
+        self.users: tuple[Any, ...] = tuple(users) if several else () if users is None else (users,)
 
     def __call__(self, graph: fx.Graph) -> None:
         join_gradient_sums(graph)
-        if self.users is not None:
-            self.users(graph)
+        for each in self.users:
+            each(graph)
 
     def uuid(self) -> Any:
-        own = get_hash_for_files((__file__,))
-        if self.users is None:
-            return own
-        others = self.users.uuid() if isinstance(self.users, CustomGraphPass) else None
-        return None if others is None else (own, others)
+        others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.users]
+        return None if None in others else (get_hash_for_files((__file__,)), *others)

@@ -132,14 +132,7 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
 
 def build(name: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
     """The model ``name`` with the same weights in every process, no bias zero."""
-    torch.manual_seed(seed)
-    model = MODELS[name](**changes)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return model
+    return zoo.seeded(MODELS[name], seed, **changes)
 
 
 def multimodal_positions(length: int) -> torch.Tensor:

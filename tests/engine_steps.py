@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import toys
 
+import autosp
+
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "integrations"
 
 Batch = dict[str, torch.Tensor]
@@ -90,6 +92,18 @@ def one_process(
         run.losses.append(total)
     run.moved = {n: p.detach() - before[n] for n, p in model.named_parameters() if n in before}
     return run
+
+
+def recorder(found: dict[str, str]) -> Callable[[str, Callable[[], Any]], None]:
+    """``record(name, call)`` keeps under ``name`` which of our errors a call raises; nothing when it raises none."""
+
+    def record(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except autosp.AutoSPError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    return record
 
 
 def script_of(page: str) -> str:

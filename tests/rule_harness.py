@@ -7,6 +7,7 @@ them reach a valid row shows. Everything is fp64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,22 @@ class Found:
     where: str = ""
     refused: str = ""
     notes: list[str] = field(default_factory=list)
+
+
+def check(case: Case, name: str, found: list[dict[tuple[str, int], Found | str]], lengths: Sequence[int]) -> None:
+    """What every rank found for a case is what the case expects, exact to rounding of fp64."""
+    for results in found:
+        for length in lengths:
+            one = results[name, length]
+            assert isinstance(one, Found), f"S={length}\n{one}"
+            if case.expect.startswith("refuse: "):
+                assert one.layout == "refused", f"S={length}: {one.layout}"
+                assert case.expect.removeprefix("refuse: ") in one.refused
+                continue
+            assert one.layout in case.expect.split("|"), f"S={length}: {one.layout} {one.refused}"
+            assert one.output_error <= 1e-12, f"S={length}: results differ by {one.output_error}"
+            assert one.gradient_error <= 1e-12, f"S={length}: {one.where} differs by {one.gradient_error}"
+            assert math.isfinite(one.output_error)
 
 
 def make_input(spec: Input, length: int, seed: int) -> torch.Tensor:

@@ -5,13 +5,12 @@ rules of what surrounds attention: convolutions, parts that are replaced, comple
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import pytest
 import torch
 from pool import RankPool
-from rule_harness import Case, Found, Input, run_cases
+from rule_harness import Case, Found, Input, check, run_cases
 from torch.nn import functional as F
 
 from autosp.layout.attention.forms import BIAS, CAUSAL_BOUNDS, OPEN_BOUNDS, VISIBLE
@@ -145,22 +144,6 @@ case(
 )
 
 
-def check(found: list[dict[tuple[str, int], Found | str]], name: str) -> None:
-    expect = CASES[name].expect
-    for results in found:
-        for length in LENGTHS:
-            one = results[name, length]
-            assert isinstance(one, Found), f"S={length}\n{one}"
-            if expect.startswith("refuse: "):
-                assert one.layout == "refused", f"S={length}: {one.layout}"
-                assert expect.removeprefix("refuse: ") in one.refused
-                continue
-            assert one.layout in expect.split("|"), f"S={length}: {one.layout} {one.refused}"
-            assert one.output_error <= 1e-12, f"S={length}: results differ by {one.output_error}"
-            assert one.gradient_error <= 1e-12, f"S={length}: {one.where} differs by {one.gradient_error}"
-            assert math.isfinite(one.output_error)
-
-
 GROUPS = [("ulysses", 3), ("allgather_kv", 3), ("ring", 3), ("hybrid", 4)]
 MORE = [("ulysses", 2), ("allgather_kv", 2), ("ring", 2), ("ring", 4), ("auto", 3), ("auto", 4)]
 
@@ -178,7 +161,7 @@ def attended(ranks: RankPool, request: pytest.FixtureRequest) -> list[dict[tuple
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in OTHER])
 def test_strategies(attended: list[dict[tuple[str, int], Found | str]], name: str):
-    check(attended, name)
+    check(CASES[name], name, attended, LENGTHS)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=["sp2", "sp3"])
@@ -188,4 +171,4 @@ def others(ranks: RankPool, request: pytest.FixtureRequest) -> list[dict[tuple[s
 
 @pytest.mark.parametrize("name", OTHER)
 def test_rules_around_attention(others: list[dict[tuple[str, int], Found | str]], name: str):
-    check(others, name)
+    check(CASES[name], name, others, LENGTHS)

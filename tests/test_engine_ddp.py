@@ -88,26 +88,31 @@ def test_two_steps_equal_one_process(ranks: RankPool, how: str, settings: dict[s
         run.check(expected)
 
 
-def reductions(rank_info: RankInfo, how: str) -> int:
-    """All-reduces in the backward of one step."""
+def reductions(rank_info: RankInfo, how: str) -> list[int]:
+    """Elements of each all-reduce in the backward of one step."""
     autosp.initialize(SP2)
     model = toys.build()
     parallel = wrapped(model, how)
     for step in range(2):
         loss = parallel(**autosp.prepare_batch(engine_steps.batch_of(step, 0, 0))).loss
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
             loss.backward()
-    return sum(event.count for event in profile.key_averages() if event.key == "gloo:all_reduce")
+    return sorted(event.input_shapes[0][0] for event in profile.events() if event.name == "gloo:all_reduce")
+
+
+PARAMETERS = [parameter.numel() for parameter in toys.build().parameters()]
 
 
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("integration", 2),  # the one bucket, and DDP's own map of parameters that were used
-        pytest.param("compiled inside", 1 + len(list(toys.build().parameters())), marks=pytest.mark.slow),
+        # The one bucket of all gradients, and DDP's own map of the parameters that were used.
+        ("integration", sorted([sum(PARAMETERS), len(PARAMETERS)])),
+        # One sum a parameter of ours, and the bucket of DDP.
+        pytest.param("compiled inside", sorted([*PARAMETERS, sum(PARAMETERS)]), marks=pytest.mark.slow),
     ],
 )
-def test_whose_reductions_a_backward_has(ranks: RankPool, how: str, expected: int) -> None:
+def test_whose_reductions_a_backward_has(ranks: RankPool, how: str, expected: list[int]) -> None:
     assert ranks.run(reductions, how) == [expected] * 2
 
 
@@ -129,13 +134,7 @@ def test_a_graph_cut_by_ddp_is_refused(ranks: RankPool) -> None:
 
 def refusals(rank_info: RankInfo) -> dict[str, str]:
     found: dict[str, str] = {}
-
-    def record(name: str, call: Any) -> None:
-        try:
-            call()
-        except autosp.AutoSPError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
+    record = engine_steps.recorder(found)
     record("no state", lambda: ddp.wrap(toys.build()))
     record("wrong state", lambda: ddp.wrap(toys.build(), state=3))  # type: ignore[arg-type]
     autosp.initialize(SP2)

@@ -188,13 +188,7 @@ def test_a_checkpoint_loads_on_other_numbers_of_ranks(ranks: RankPool, tmp_path:
 
 def refusals(rank_info: RankInfo) -> dict[str, str]:
     found: dict[str, str] = {}
-
-    def record(name: str, call: Any) -> None:
-        try:
-            call()
-        except autosp.AutoSPError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
+    record = engine_steps.recorder(found)
     record("no state", lambda: fsdp.fully_shard(toys.build()))
     state = autosp.initialize(SP2)
     record("mesh", lambda: fsdp.fully_shard(toys.build(), mesh=state.mesh))

@@ -59,12 +59,7 @@ def refused(rank_info: RankInfo) -> dict[str, str]:
 
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     found: dict[str, str] = {}
-
-    def record(name: str, call: Any) -> None:
-        try:
-            call()
-        except autosp.AutoSPError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+    record = engine_steps.recorder(found)
 
     def trainer(model: Any = None, **arguments: Any) -> Mixed:
         settings = TrainingArguments(output_dir="unused", use_cpu=True, report_to=[], **arguments)

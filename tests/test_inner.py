@@ -171,5 +171,7 @@ def test_a_pass_of_the_user_runs_too_and_keeps_its_say_about_caching():
     both(graph)
     assert seen == [graph]
     assert both.uuid() is None, "a plain function cannot be part of a cache key"
+    JoinGradientSums([seen.append, seen.append])(graph)
+    assert seen == [graph] * 3
     assert JoinGradientSums().uuid() == JoinGradientSums().uuid()
     assert JoinGradientSums(JoinGradientSums()).uuid() != JoinGradientSums().uuid()

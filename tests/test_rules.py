@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from pool import RankPool
-from rule_harness import Case, Found, Input, run_cases
+from rule_harness import Case, Found, Input, check, run_cases
 from torch.nn import functional as F
 
 LENGTHS = [6, 7, 4]
@@ -385,16 +384,4 @@ def found(ranks: RankPool, request: pytest.FixtureRequest) -> list[dict[tuple[st
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_rule(found: list[dict[tuple[str, int], Found | str]], name: str):
-    expect = CASES[name].expect
-    for results in found:
-        for length in LENGTHS:
-            one = results[name, length]
-            assert isinstance(one, Found), f"S={length}\n{one}"
-            if expect.startswith("refuse: "):
-                assert one.layout == "refused", f"S={length}: {one.layout}"
-                assert expect.removeprefix("refuse: ") in one.refused
-                continue
-            assert one.layout in expect.split("|"), f"S={length}: {one.layout} {one.refused}"
-            assert one.output_error <= 1e-12, f"S={length}: results differ by {one.output_error}"
-            assert one.gradient_error <= 1e-12, f"S={length}: {one.where} differs by {one.gradient_error}"
-            assert math.isfinite(one.output_error)
+    check(CASES[name], name, found, LENGTHS)

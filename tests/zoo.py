@@ -75,8 +75,13 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
 
 def build(name: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
     """The model ``name`` with the same weights in every process."""
+    return seeded(MODELS[name], seed, **changes)
+
+
+def seeded(make: Callable[..., torch.nn.Module], seed: int = 0, **changes: Any) -> torch.nn.Module:
+    """What ``make`` gives with the same weights in every process, no bias zero."""
     torch.manual_seed(seed)
-    model = MODELS[name](**changes)
+    model = make(**changes)
     # Zero-initialised biases would hide a wrong gradient of what they meet.
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
