@@ -125,6 +125,7 @@ def _clean() -> None:
         dist.destroy_process_group()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()  # reset() keeps them, and tests count graphs with them
     if "torch.distributed.tensor" in sys.modules:
         # A DeviceMesh of an earlier call equals one of the next call, but its groups are gone.
         from torch.distributed.tensor import DTensor
