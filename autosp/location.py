@@ -1,4 +1,4 @@
-"""The line of the user's model that a graph node comes from."""
+"""Where in the user's model a graph node comes from: its line, its layer, its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+# What says where a node comes from; an operator that a pass puts in another's place keeps it.
+ORIGIN = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
+
+
+def kept_meta(node: fx.Node) -> dict[str, Any]:
+    """The entries of a node's ``meta`` that an operator in its place keeps: line, layer and checkpoint."""
+    return {key: node.meta[key] for key in ORIGIN if key in node.meta}
 
 
 def user_location(node: fx.Node | Mapping[str, Any]) -> str:

@@ -72,6 +72,7 @@ def test_layouts_and_communication(explained: tuple[dict[str, Any], Path]) -> No
     assert there["forward_bytes"] == there["backward_bytes"] == 8 * 8 * 32 * 2 // 2
     assert back["forward_bytes"] == 4 * 8 * 32 * 2 // 2
     assert there["origin"] == back["origin"] == attention["name"]
+    assert there["layer"] == back["layer"] == "model.layers.0.self_attn"
     assert sorted(edge[0] for edge in there["edges"]) == sorted(attention["inputs"])
     assert all(edge[0] == attention["name"] for edge in back["edges"]) and back["edges"]
     (head,) = [c for c in graph["collectives"] if c["reason"].startswith("lm_head.weight meets")]

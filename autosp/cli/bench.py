@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosp.cli import bench_step
+from autosp.cli import bench_scaling, bench_step
 from autosp.cli.progress import Plain
 from autosp.errors import ConfigError
 
@@ -34,6 +34,10 @@ app = typer.Typer(
 )
 
 app.command("step", epilog="Example: autosp bench step --nproc 2 --lengths 16k,32k --json step.json")(bench_step.step)
+
+app.command("scaling", epilog="Example: autosp bench scaling --ranks 8,16,32,64 --picture scaling.png")(
+    bench_scaling.scaling
+)
 
 Device = Annotated[str, typer.Option(help='"cuda", or "cpu" for a smoke test at tiny shapes.')]
 Json = Annotated[Path | None, typer.Option("--json", help="Write device, versions and rows to this file.")]

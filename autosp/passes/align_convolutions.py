@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..layout.placement import known_equal
+from ..location import kept_meta
 
 aten = torch.ops.aten
 CONV = aten.conv1d.default
@@ -34,7 +35,7 @@ def align_convolutions_pass(gm: fx.GraphModule) -> fx.GraphModule:
             with gm.graph.inserting_before(old):
                 args = (x, weight, bias, left, dilation, groups)
                 new = gm.graph.call_function(torch.ops.autosp.token_conv1d.default, args)
-            new.meta = {k: v for k, v in old.meta.items() if k in ("val", "stack_trace", "recompute", "ac_graph_id")}
+            new.meta = {**kept_meta(old), "val": old.meta["val"]}
             old.replace_all_uses_with(new)
         changed = True
     if changed:

@@ -14,6 +14,7 @@ from torch import fx
 from ..layout.elementwise import is_elementwise
 from ..layout.index_expr import Affine, where_of
 from ..layout.placement import known_equal
+from ..location import kept_meta
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -275,7 +276,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, program: str, writer: _Writer, f
     q, k, v = node.args[:3]
     scale = _argument(node, 6, "scale", None)
     scale = q.meta["val"].shape[-1] ** -0.5 if scale is None else scale
-    kept = {key: value for key, value in node.meta.items() if key in ("stack_trace", "recompute", "ac_graph_id")}
+    kept = kept_meta(node)
     val = node.meta["val"]
     with gm.graph.inserting_before(node):
         # Under autocast the operator casts its operands; ours takes them as they are.

@@ -12,7 +12,7 @@ from torch import fx
 
 from ..layout.nodes import FUSION, argument, is_barred
 from ..layout.placement import known_equal
-from ..location import user_location
+from ..location import kept_meta, user_location
 
 aten = torch.ops.aten
 log = logging.getLogger("autosp")
@@ -26,7 +26,6 @@ _CASTS = (
     aten.contiguous.default,
     aten.clone.default,
 )
-_META = ("val", "stack_trace", "recompute", "ac_graph_id")
 
 
 @dataclass
@@ -194,7 +193,7 @@ def _fuse(gm: fx.GraphModule, match: _Match, fake_mode: Any, memory: str) -> Non
         if linear.target is _vocab_linear():
             options["size"], options["group"] = linear.args[3:]
         fused = gm.graph.call_function(torch.ops.autosp.linear_cross_entropy_loss.default, args, options)
-    fused.meta.update({k: loss.meta[k] for k in (*_META, FUSION) if k in loss.meta})
+    fused.meta.update({**kept_meta(loss), **{k: loss.meta[k] for k in ("val", FUSION) if k in loss.meta}})
     loss.replace_all_uses_with(fused)
     if match.returned:
         _return_none(gm, match)
@@ -214,8 +213,7 @@ def _on_hidden(gm: fx.GraphModule, row: fx.Node, hidden: fx.Node, fake_mode: Any
     shape = [*row.meta["val"].shape[:-1], width]
     with fake_mode:
         node.meta["val"] = hidden.meta["val"].new_empty(shape)
-    if "stack_trace" in row.meta:
-        node.meta["stack_trace"] = row.meta["stack_trace"]
+    node.meta.update(kept_meta(row))
     return node
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..layout.nodes import argument, is_barred
 from ..layout.placement import known_equal
+from ..location import kept_meta
 
 aten = torch.ops.aten
 
@@ -84,9 +85,7 @@ class _Builder:
         values = fx.node.map_arg(args, lambda n: n.meta["val"])
         with self.fake_mode, torch.no_grad():
             node.meta["val"] = target(*values, **kwargs)
-        for key in ("stack_trace", "recompute", "ac_graph_id"):
-            if key in self.site.meta:
-                node.meta[key] = self.site.meta[key]
+        node.meta.update(kept_meta(self.site))
         return node
 
     def stats(self, z: fx.Node, wanted: int, ids: fx.Node | None = None, ignore: int = _NOTHING_IGNORED, **flags: bool):

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ..layout.placement import known_equal
+from ..location import kept_meta
 
 aten = torch.ops.aten
 _SLICE, _SELECT, _TRANSPOSE = aten.slice.Tensor, aten.select.int, aten.transpose.int
@@ -133,7 +134,7 @@ def _same_shape(a: fx.Node, b: fx.Node) -> bool:
 def _made(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Any, like: fx.Node) -> fx.Node:
     """A new node with its value."""
     new = graph.call_function(target, args, dict(kwargs))
-    new.meta = {k: v for k, v in like.meta.items() if k in ("stack_trace", "recompute", "ac_graph_id")}
+    new.meta = kept_meta(like)
     with like.args[0].meta["val"].fake_mode:
         values = fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta["val"])
         new.meta["val"] = target(*values[0], **values[1])
