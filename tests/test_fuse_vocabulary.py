@@ -118,6 +118,32 @@ def test_the_cast_of_a_loss_is_not_made(reduction: str, group: str) -> None:
     torch.testing.assert_close(fused(*inputs(torch.bfloat16)), expected)
 
 
+def test_the_cast_before_rows_are_chosen_is_not_made(group: str) -> None:
+    """As transformers writes it (cast, then merge) and as older code does (shift and copy in between)."""
+
+    def merged(z, ids, teacher):
+        return F.cross_entropy(z.float().view(-1, z.shape[-1]), ids.flatten())
+
+    def shifted(z, ids, teacher):
+        rows = z.float()[:, :-1].contiguous()
+        return F.cross_entropy(rows.view(-1, z.shape[-1]), ids[:, 1:].flatten())
+
+    for loss in (merged, shifted):
+        gm = trace(loss, group, torch.bfloat16)
+        expected = gm(*inputs(torch.bfloat16))
+        fused = run_pass(gm)
+        assert STATS in operators(fused)
+        sizes = [n.meta["val"] for n in fused.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        logits = [x for x in sizes if x.dim() > 1 and x.dtype == torch.float32 and x.is_floating_point()]
+        assert not logits, logits
+        torch.testing.assert_close(fused(*inputs(torch.bfloat16)), expected)
+
+
+def test_some_classes_are_not_all(group: str) -> None:
+    gm = trace(lambda z, i, t: torch.logsumexp(z.float()[..., :5], -1), group, torch.bfloat16)
+    assert "logsumexp.default" in operators(run_pass(gm))
+
+
 def test_the_cast_of_a_log_sum_exp_is_not_made(group: str) -> None:
     gm = trace(lambda z, i, t: torch.logsumexp(z.float(), -1, keepdim=True), group, torch.bfloat16)
     expected = gm(*inputs(torch.bfloat16))

@@ -31,7 +31,7 @@ ALLOWED = {
     "agreement": {"errors", "mesh"},
     "bench.": {"bench", "custom_ops", "errors"},  # measures what a user calls, so it needs nothing of the compiler
     "report.": {"config", "errors", "inputs", "layout", "location", "mesh", "report"},  # looks on, never compiles
-    "plan.": {"backend", "errors", "mesh", "plan", "report"},
+    "plan.": {"backend", "errors", "layers", "mesh", "plan", "report"},
     "mesh": {"agreement", "config", "dynamo_settings", "errors", "layers"},
     "layers.": {"custom_ops", "errors", "layers"},
     "layout.": {"errors", "layout", "location"},

@@ -42,7 +42,7 @@ def step(layers: int = 1) -> Trace:
     for layer in reversed(range(layers)):
         number = head + 1 + layer
         backward.buffers[number] = Buffer(10, "activations")
-        backward.work.append(Work(layer, [number], {layer + 1, *([head] if layer == layers - 1 else [])}, sent=6 * S))
+        backward.work.append(Work(layer, [number], {layer + 1, *([head] if layer == layers - 1 else [])}, sent=3 * S))
         backward.returned[f"gradient_{layer}"] = number
     return Trace(
         [forward],
@@ -50,7 +50,6 @@ def step(layers: int = 1) -> Trace:
         weights=10 * layers,
         parameters=10 * layers,
         elements=5 * layers,
-        ranks=2,
         length=4,
         symbol=S,
     )
@@ -112,12 +111,14 @@ def test_a_model_that_fixes_its_length() -> None:
         estimate(Layered({1: trace}, 1), 8, hardware=Hardware())
 
 
-def llama(layers: int = 1) -> Any:
+def llama(layers: int = 1, tied: bool = False) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 512}
     model = LlamaForCausalLM(
-        LlamaConfig(**sizes, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2)
+        LlamaConfig(
+            **sizes, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied
+        )
     )
 
     def batch(length: int) -> dict[str, torch.Tensor]:
@@ -182,6 +183,19 @@ def test_four_layers_of_a_llama_from_two_and_three() -> None:
     assert a.total == pytest.approx(b.total, rel=0.01) and a.seconds == pytest.approx(b.seconds, rel=0.01)
 
 
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_head_that_ranks_share(trace: Trace, tied: bool) -> None:
+    """Half of the head's weight, half of the logits, and the traffic of two groups."""
+    whole = trace_step(lambda: llama(tied=True), length=256, ranks=2) if tied else trace
+    shared = trace_step(lambda: llama(tied=tied), length=256, ranks=2, tp=2)
+    assert whole.parameters - shared.parameters == 2 * 512 * 64 / 2
+    a, b = (profile(one, 4096).moments["head"].parts["loss"] for one in (whole, shared))
+    assert b == pytest.approx(a / 2, rel=0.15)
+    a, b = (profile(one, 4096).sent for one in (whole, shared))
+    # the hidden states' gradient is summed over tp in fp32; the gradient of half the head stays away
+    assert b - a == pytest.approx(2048 * 64 * 4 - 2 * 512 * 64 / 2, rel=0.2)
+
+
 def test_a_smaller_budget_keeps_less(trace: Trace) -> None:
     small = trace_step(llama, length=256, ranks=2, budget=0.0)
     kept = [profile(one, 4096).moments["forward"].parts for one in (trace, small)]
@@ -190,7 +204,7 @@ def test_a_smaller_budget_keeps_less(trace: Trace) -> None:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it prints, with the compilation replaced by the step by hand."""
-    monkeypatch.setattr(command, "_trace", lambda model, ranks, *_: Layered({1: step()}, layers=1))
+    monkeypatch.setattr(command, "_trace", lambda model, ranks, tp, *_: Layered({1: step()}, layers=1))
     picture = tmp_path / "plan.png"
     arguments = ["--gpus", "4", "--memory", "1MiB", "--seq-len", "1k", "--budget", "1,0.5", "--picture", str(picture)]
     code, out = run(*arguments, "--json")
@@ -205,6 +219,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
     code, out = run(*arguments)
     assert "The JSON to use:" in out and "budget" in out and "\x1b[" not in out
+    code, out = run("--gpus", "4", "--tp", "1", "--tp", "2", "--memory", "1MiB", "--seq-len", "1k", "--json")
+    assert [(r["dp"], r["sp"], r["tp"]) for r in json.loads(out)["rows"][::2]] == [
+        (4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2)
+    ]  # fmt: skip
+    code, out = run("--gpus", "2", "--sp", "1", "--tp", "2", "--memory", "1MiB", "--seq-len", "1k", "--json")
+    head = json.loads(out)["config"]["tensor_parallel"]
+    # the built-in model has tied embeddings
+    assert head == {"autotp_size": 2, "vocab_parallel_lm_head": True, "vocab_parallel_embedding": True}
     code, out = run("--gpus", "4", "--memory", "1MiB", "--seq-len", "1M")
     assert code == 1 and "1M tokens fit in no way; the longest that fits is" in out
 
@@ -224,6 +246,8 @@ def run(*arguments: str) -> tuple[int, str]:
         (["--budget", "2"], "--budget got '2': give numbers from 0 to 1"),
         (["--budget", "a,b"], "--budget got 'a,b'"),
         (["--gpus", "8", "--sp", "3"], "--sp 3: it must divide --gpus 8"),
+        (["--gpus", "8", "--tp", "3"], "--tp 3: it must divide --gpus 8"),
+        (["--gpus", "8", "--sp", "8", "--tp", "2"], "--sp times --tp must divide --gpus 8"),
         (["--dtype", "int8"], "--dtype int8: choose bf16 or"),
         (["--optimizer", "lion"], "--optimizer lion: choose adamw or"),
         (["--sharding", "zero"], "--sharding zero: choose none or"),

@@ -10,8 +10,8 @@ import torch
 from pool import RankPool
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autosp.bench.scaling import Shape, closed_form, count
 from autosp.cli.main import main
+from autosp.plan.scaling import Shape, closed_form, count
 
 LENGTH = 8192
 

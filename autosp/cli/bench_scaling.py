@@ -1,4 +1,4 @@
-"""``autosp bench scaling``: what a rank of a large group sends a step, counted without a GPU."""
+"""``autosp.plan.scaling``: what a rank of a large group sends a step, counted without a GPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def scaling(
             )
     speaks = reporter(True)
     with speaks.stage("Importing torch and transformers"):
-        from autosp.bench import scaling as counting
+        from autosp.plan import scaling as counting
     shape = counting.Shape(heads, kv_heads, head_dim)
     rows = []
     for name in strategies:

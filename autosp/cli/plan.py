@@ -58,6 +58,13 @@ def plan(
             help="Ranks that share a sequence; may be repeated. Default: all divisors of --gpus that are powers of 2.",
         ),
     ] = None,
+    tp: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--tp",
+            help="Ranks that share the LM head (vocab_parallel_lm_head); may be repeated. Default: 1.",
+        ),
+    ] = None,
     budget: Annotated[str, typer.Option(help="Memory budgets of the activations, comma-separated, 1 to 0.")] = "1,0.1",
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="The model's own activation checkpointing, every layer.")
@@ -89,7 +96,7 @@ def plan(
     numbers = {name: parse_memory(text, option=f"--{name}") for name, text in hardware_of.items()}
     length = parse_size(seq_len, option="--seq-len")
     budgets = _budgets(budget)
-    groups = _groups(sp, gpus)
+    groups = _groups(sp, tp, gpus)
     _check_choice("--dtype", dtype, _DTYPES)
     _check_choice("--optimizer", optimizer, ("adamw", "adamw-fp32", "sgd", "none"))
     _check_choice("--sharding", sharding, ("none", "optimizer", "gradients", "parameters"))
@@ -104,14 +111,14 @@ def plan(
     hardware = Hardware(flops=tflops * 1e12, headroom=headroom, **numbers)
     settings = {"fuse_linear_cross_entropy": "always"} if fuse_loss else {}
     found: list[Row] = []
-    for ranks in groups:
+    for ranks, size in groups:
         for share in budgets:
-            with speaks.stage(f"Compiling for sp {ranks}, budget {share:g}"):
-                layered = _trace(model, ranks, share, layers, rows, dtype, checkpoint, settings, length)
+            with speaks.stage(f"Compiling for sp {ranks}, tp {size}, budget {share:g}"):
+                layered = _trace(model, ranks, size, share, layers, rows, dtype, checkpoint, settings, length)
             how = {"optimizer": optimizer, "sharding": sharding, "replicas": gpus}
-            found.append(_row(layered, hardware, length, gpus, ranks, share, rows, how))
+            found.append(_row(layered, hardware, length, gpus, (ranks, size), share, rows, how))
     best = max((row for row in found if row.fits), key=lambda row: row.tokens_per_second_per_gpu, default=None)
-    config = _config(best, settings) if best is not None else None
+    config = _config(best, settings, best.tp > 1 and _tied(model)) if best is not None else None
     if json_output:
         rows_out = [asdict(row) for row in found]
         print(
@@ -146,12 +153,17 @@ def _budgets(text: str) -> list[float]:
     return budgets
 
 
-def _groups(sp: list[int] | None, gpus: int) -> list[int]:
-    if not sp:
-        return [1 << power for power in range(gpus.bit_length()) if gpus % (1 << power) == 0]
-    if wrong := [ranks for ranks in sp if ranks < 1 or gpus % ranks]:
-        raise ConfigError(f"--sp {wrong[0]}: it must divide --gpus {gpus}")
-    return sorted(set(sp))
+def _groups(sp: list[int] | None, tp: list[int] | None, gpus: int) -> list[tuple[int, int]]:
+    """Pairs (sp, tp) whose product divides the GPUs."""
+    for option, sizes in (("--sp", sp or []), ("--tp", tp or [])):
+        if wrong := [ranks for ranks in sizes if ranks < 1 or gpus % ranks]:
+            raise ConfigError(f"{option} {wrong[0]}: it must divide --gpus {gpus}")
+    powers = [1 << power for power in range(gpus.bit_length()) if gpus % (1 << power) == 0]
+    sequences = sorted(set(sp)) if sp else powers
+    pairs = [(ranks, size) for size in sorted(set(tp or [1])) for ranks in sequences if gpus % (ranks * size) == 0]
+    if not pairs:
+        raise ConfigError(f"--sp times --tp must divide --gpus {gpus}; no pair of {sequences} and {tp} does")
+    return pairs
 
 
 def _check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -162,6 +174,7 @@ def _check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
 def _trace(
     model: str | None,
     ranks: int,
+    tp: int,
     budget: float,
     layers: int | None,
     rows: int,
@@ -194,6 +207,7 @@ def _trace(
             make(count),
             length=even,
             ranks=ranks,
+            tp=tp,
             dtype=kinds[dtype],
             autocast=dtype == "bf16-autocast",
             budget=budget,
@@ -222,19 +236,27 @@ def _layer_counts(model: str | None, layers: int | None) -> tuple[list[int | Non
 
 
 def _row(
-    layered: Layered, hardware: Hardware, length: int, gpus: int, ranks: int, budget: float, rows: int, how: Any
+    layered: Layered,
+    hardware: Hardware,
+    length: int,
+    gpus: int,
+    groups: tuple[int, int],
+    budget: float,
+    rows: int,
+    how: Any,
 ) -> Row:
     from autosp.plan.estimate import estimate, longest
 
+    ranks, tp = groups
     fixed = any(trace.symbol is None for trace in layered.traces.values())
     even = length - length % (2 * ranks) if length >= 2 * ranks else 2 * ranks
     wanted = estimate(layered, even, hardware=hardware, **how)
     furthest = None if fixed else longest(layered, hardware=hardware, step=2 * ranks, **how)
     room = hardware.memory * (1 - hardware.headroom)
     return Row(
-        dp=gpus // ranks,
+        dp=gpus // (ranks * tp),
         sp=ranks,
-        tp=1,
+        tp=tp,
         budget=budget,
         longest=furthest.length if furthest is not None else 0,
         fits=wanted.total <= room,
@@ -246,15 +268,27 @@ def _row(
         communication_seconds=wanted.communication_seconds,
         flops=wanted.flops,
         bytes_sent=wanted.sent,
-        tokens_per_second_per_gpu=rows * even / wanted.seconds / ranks if wanted.seconds else 0.0,
+        tokens_per_second_per_gpu=rows * even / wanted.seconds / (ranks * tp) if wanted.seconds else 0.0,
     )
 
 
-def _config(row: Row, settings: dict[str, Any]) -> dict[str, Any]:
+def _tied(model: str | None) -> bool:
+    """Whether the model says that its LM head is tied to its embedding."""
+    from autosp.plan.trace import is_tied
+    from autosp.report.fake_run import fake_tensors
+
+    with fake_tensors():
+        return is_tied(load_example(model, layers=None if is_factory(model) else 1, weights=False).model)
+
+
+def _config(row: Row, settings: dict[str, Any], tied: bool) -> dict[str, Any]:
     """The JSON for ``autosp.initialize``."""
     section = {**settings, **({"activation_memory_budget": row.budget} if row.budget < 1 else {})}
-    sizes = {"data_parallel_size": row.dp, "sequence_parallel_size": row.sp}
-    if row.sp == 1:
+    sizes: dict[str, Any] = {"data_parallel_size": row.dp, "sequence_parallel_size": row.sp}
+    if row.tp > 1:
+        head = {"autotp_size": row.tp, "vocab_parallel_lm_head": True}
+        sizes["tensor_parallel"] = {**head, "vocab_parallel_embedding": True} if tied else head
+    elif row.sp == 1:
         # one process has no group to shape; its LM head may be fused all the same
         section = dict(settings)
     return {**sizes, **({"autosp": section} if section else {})}
@@ -288,7 +322,9 @@ def _show(rows: list[Row], best: Row | None, config: Any, length: int, hardware:
         longest = max(row.longest for row in rows)
         console.print(f"{tokens_text(length)} tokens fit in no way; the longest that fits is {tokens_text(longest)}.")
     else:
-        console.print(f"Fastest that fits: dp {best.dp} x sp {best.sp}, budget {best.budget:g}. The JSON to use:")
+        console.print(
+            f"Fastest that fits: dp {best.dp} x sp {best.sp} x tp {best.tp}, budget {best.budget:g}. The JSON to use:"
+        )
         console.print(json.dumps(config), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -298,6 +334,7 @@ def _draw(rows: list[Row], path: Path, model: str | None, memory: str) -> None:
     lines: dict[str, list[tuple[int, int]]] = {}
     for row in rows:
         if row.longest:
-            lines.setdefault(f"budget {row.budget:g}", []).append((row.sp, row.longest))
+            name = f"budget {row.budget:g}" if row.tp == 1 else f"budget {row.budget:g}, tp {row.tp}"
+            lines.setdefault(name, []).append((row.sp * row.tp, row.longest))
     draw(lines, path, title=f"{model or 'built-in small Llama'}, {memory} a GPU")
     print(f"written: {path}", file=sys.stderr)

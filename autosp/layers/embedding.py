@@ -71,11 +71,8 @@ class VocabParallelEmbedding(VocabShardedModule):
         """
         check_embedding(embedding)
         weight = embedding.weight
-        meta = cls(weight.shape[0], weight.shape[1], embedding.padding_idx, tp_group, device="meta")
-        layer = meta.to(weight.dtype).to_empty(device=weight.device)
-        with torch.no_grad():
-            layer.weight.copy_(layer.rows_of(weight, "weight"))
-        layer.weight.requires_grad_(weight.requires_grad)
+        layer = cls(weight.shape[0], weight.shape[1], embedding.padding_idx, tp_group, device="meta")
+        layer.take_rows_of(embedding)
         return layer.train(embedding.training)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -95,12 +95,8 @@ class VocabParallelLinear(VocabShardedModule):
         if type(linear) is not nn.Linear:
             raise InputError(f"a torch.nn.Linear is expected, got {type(linear).__name__}, which may compute otherwise")
         has_bias = linear.bias is not None
-        meta = cls(linear.in_features, linear.out_features, has_bias, tp_group, output=output, device="meta")
-        layer = meta.to(linear.weight.dtype).to_empty(device=linear.weight.device)
-        layer._copy_rows(linear)
-        layer.weight.requires_grad_(linear.weight.requires_grad)
-        if layer.bias is not None:
-            layer.bias.requires_grad_(linear.bias.requires_grad)
+        layer = cls(linear.in_features, linear.out_features, has_bias, tp_group, output=output, device="meta")
+        layer.take_rows_of(linear)
         return layer.train(linear.training)
 
     def _copy_rows(self, whole: nn.Linear) -> None:

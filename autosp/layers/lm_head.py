@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import InputError
@@ -186,14 +187,17 @@ def _tied_to(model: nn.Module, mine: str, weight: torch.Tensor) -> list[str]:
     """Names of other parameters than ``mine`` that are the tensor ``weight``, or share its memory."""
     found = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name == mine:
-            continue
-        shares = not parameter.is_meta and not weight.is_meta and parameter.numel() > 0
-        if parameter is weight or (
-            shares and parameter.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-        ):
+        if name != mine and (parameter is weight or _share_memory(parameter, weight)):
             found.append(name)
     return found
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.untyped_storage()._cdata == b.untyped_storage()._cdata:
+        return True
+    # Two storages may be made over one piece of memory; without data (meta, fake, empty) there is none.
+    known = [not isinstance(x, FakeTensor) and not x.is_meta and x.numel() > 0 for x in (a, b)]
+    return all(known) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

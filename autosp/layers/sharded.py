@@ -48,6 +48,13 @@ class VocabShardedModule(nn.Module):
         """Names of the parameters that hold rows."""
         return [name for name, value in self._parameters.items() if value is not None]
 
+    def take_rows_of(self, whole: nn.Module) -> None:
+        """Make the parameters copies of this rank's rows of those of ``whole``: dtype, device, ``requires_grad``."""
+        for name in self.sharded_names():
+            value = getattr(whole, name)
+            rows = self.rows_of(value.detach(), name).clone()
+            setattr(self, name, nn.Parameter(rows, requires_grad=value.requires_grad))
+
     def as_dtensor(self, rows: torch.Tensor) -> DTensor:
         """A tensor of this rank's rows ``[rows, ...]`` as a DTensor of the whole vocabulary, no gradient."""
         shape = torch.Size([self.partition.size, *rows.shape[1:]])

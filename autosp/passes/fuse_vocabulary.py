@@ -17,6 +17,11 @@ aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
 _CASTS = (aten.to.dtype, aten._to_copy.default)
+# What may choose, merge or copy rows between the cast of logits and their loss.
+_ROWS = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.slice.Tensor,
+    aten.contiguous.default, aten.clone.default,
+)  # fmt: skip
 _NONE, _MEAN, _SUM = 0, 1, 2
 # No id of a vocabulary and no label that a model ignores.
 _NOTHING_IGNORED = -(2**62)
@@ -29,7 +34,8 @@ def fuse_vocabulary_pass(gm: fx.GraphModule, *, fake_mode: Any) -> fx.GraphModul
     - ``gather(log_softmax(z), ids)`` -> the log-probabilities of ``vocab_row_stats(z, ids)``
     - ``sum(softmax(z) * log_softmax(z))`` and ``logsumexp(z) - sum(softmax(z) * z)`` -> its entropy
     - ``sum(p * (log p - log q))``, ``kl_div(log q, log p or p)`` -> ``vocab_kl``
-    - ``cross_entropy(float(z), t)``, ``logsumexp(float(z))`` of half-precision ``z`` -> the same of ``z`` itself
+    - ``cross_entropy(float(z), t)``, ``logsumexp(float(z))`` of half-precision ``z`` -> the same of ``z`` itself, views
+      and copies of rows between the cast and the loss included
 
     Requires: a functional graph, the vocabulary operators registered.
     Ensures: the same values, of the same dtypes; the operators read whole logits, as what they replace did. Nothing
@@ -109,7 +115,14 @@ class _Builder:
         return self(operator.getitem, self(kl, self.source(p), self.source(q), None, [1.0, 0.0], _WHOLE, ""), 0)
 
     def source(self, z: fx.Node) -> fx.Node:
-        return _before_cast(z, self.site) or z
+        """``z``, or the half-precision logits that it is the cast of."""
+        found = _before_cast(z, self.site)
+        if found is None:
+            return z
+        half, rows = found
+        for node in rows:
+            half = self(node.target, half, *node.args[1:], **node.kwargs)
+        return half
 
     def finished(self, rows: fx.Node, keepdim: bool = False) -> fx.Node:
         """``rows`` in the dtype of the site, with its last dimension of size 1."""
@@ -147,13 +160,25 @@ def _softmax_source(node: Any, log: bool, site: fx.Node) -> fx.Node | None:
     return node.args[0]
 
 
-def _before_cast(z: fx.Node, site: fx.Node) -> fx.Node | None:
-    """Half-precision logits of which ``z`` is the cast to fp32: the operators compute in fp32 anyway."""
+def _before_cast(z: fx.Node, site: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """Half-precision logits of which ``z`` is the cast to fp32, and what chose rows of that cast: the operators compute
+    in fp32 anyway."""
+    rows: list[fx.Node] = []
+    while z.target in _ROWS and isinstance(z.args[0], fx.Node) and not is_barred(z, site) and _keeps_last(z):
+        rows.insert(0, z)
+        z = z.args[0]
     if z.target not in _CASTS or not isinstance(z.args[0], fx.Node) or is_barred(z, site):
         return None
     source = z.args[0]
     half = source.meta["val"].dtype in _HALF and z.meta["val"].dtype == torch.float32
-    return source if half else None
+    return (source, rows) if half else None
+
+
+def _keeps_last(node: fx.Node) -> bool:
+    source, result = node.args[0].meta["val"].shape, node.meta["val"].shape
+    if not source or not result or not known_equal(source[-1], result[-1]):
+        return False
+    return node.target is not aten.slice.Tensor or not _is_last(node.args[0], argument(node, 1, "dim", 0))
 
 
 def _one_dim(node: fx.Node) -> bool:
@@ -276,8 +301,8 @@ def _loss(node: fx.Node, logits: set[fx.Node]) -> _Make | None:
     """Cross entropy of logits that were cast to fp32: the copy is not made."""
     if node.target is not aten.cross_entropy_loss.default or node.args[0] not in logits:
         return None
-    z, target = _before_cast(node.args[0], node), node.args[1]
-    if z is None or z.meta["val"].dim() != 2 or target.meta["val"].dtype.is_floating_point:
+    z, target = node.args[0], node.args[1]
+    if _before_cast(z, node) is None or z.meta["val"].dim() != 2 or target.meta["val"].dtype.is_floating_point:
         return None
     if argument(node, 2, "weight", None) is not None:
         return None
@@ -286,7 +311,7 @@ def _loss(node: fx.Node, logits: set[fx.Node]) -> _Make | None:
 
     def make(add: _Builder) -> fx.Node:
         flags = dict(mean=smoothing > 0, skip_ignored=True)
-        losses = add(aten.neg.default, add.stats(z, 0, target, ignore, **flags))
+        losses = add(aten.neg.default, add.stats(add.source(z), 0, target, ignore, **flags))
         if smoothing > 0:
             mean = add(operator.getitem, losses.args[0].args[0], 3)
             nll = add(aten.mul.Tensor, losses, 1.0 - smoothing)
@@ -306,7 +331,6 @@ def _log_sum(node: fx.Node, logits: set[fx.Node]) -> _Make | None:
     """The log-sum-exp of logits that were cast to fp32: the copy is not made."""
     if node.target is not aten.logsumexp.default or node.args[0] not in logits or not _one_dim(node):
         return None
-    z = _before_cast(node.args[0], node)
-    if z is None:
+    if _before_cast(node.args[0], node) is None:
         return None
-    return lambda add: add.finished(add.stats(z, 1), bool(argument(node, 2, "keepdim", False)))
+    return lambda add: add.finished(add.stats(add.source(node.args[0]), 1), bool(argument(node, 2, "keepdim", False)))

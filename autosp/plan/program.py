@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import sympy
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -61,7 +62,7 @@ class Work:
     moved: Size = 0
     """Bytes read from and written to the device's memory."""
     sent: Size = 0
-    """Bytes that this rank sends to others, times ranks / (ranks - 1)."""
+    """Bytes that this rank sends to the others of the collective's group."""
 
 
 @dataclass
@@ -260,4 +261,5 @@ def _sent(node: fx.Node) -> Size:
         return 0
     into = node.all_input_nodes[0].meta["val"]
     larger = node.meta["val"] if name == "all_gather_into_tensor" else into
-    return int(_SENDS[name]) * tensor_bytes(larger)
+    ranks = dist.distributed_c10d._resolve_process_group(cast(Any, node.args[-1])).size()
+    return int(_SENDS[name]) * tensor_bytes(larger) * (ranks - 1) / ranks

@@ -6,7 +6,9 @@ decompositions, the partition into forward and backward and the memory budget ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import fx
 from .. import mesh
 from ..backend import compile_for_rank
 from ..errors import InputError
+from ..layers import shard_lm_head
 from ..report.fake_run import fake_ranks, fake_tensors, run_step
 from .program import Program, Size, read_program, tensor_bytes
 
@@ -33,7 +36,6 @@ class Trace:
     """Bytes of parameters that get a gradient."""
     elements: int = 0
     """Numbers in those parameters."""
-    ranks: int = 1
     length: int = 0
     symbol: sympy.Symbol | None = None
     """The length in the programs' sizes; None where the model fixes it."""
@@ -44,6 +46,7 @@ def trace_step(
     *,
     length: int,
     ranks: int = 1,
+    tp: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     autocast: bool = False,
     budget: float = 1.0,
@@ -55,7 +58,8 @@ def trace_step(
         make: gives the model and a function from a length to the keyword arguments of its forward; called under fake
             tensors.
         length: tokens of the whole sequence that the step is compiled with.
-        ranks: size of the sequence group. The rank with the most heads is traced.
+        ranks: size of the sequence group. The last rank is traced.
+        tp: size of the group that shares the vocabulary of the LM head (and of an embedding tied to it).
         dtype: of the weights.
         autocast: compute in bf16 whatever the weights are.
         budget: the setting ``activation_memory_budget``, 0 (recompute all that can be) to 1.
@@ -66,22 +70,42 @@ def trace_step(
         InputError: the model gave no backward graph.
     """
     config: dict[str, Any] = {"sequence_parallel_size": ranks}
-    if ranks > 1:
+    if tp > 1:
+        config["tensor_parallel"] = {"autotp_size": tp, "vocab_parallel_lm_head": True}
+    if ranks * tp > 1:
         config["autosp"] = {**(settings or {}), "activation_memory_budget": budget, "verify": "compile"}
     elif settings:
         config["autosp"] = dict(settings)
-    trace = Trace(ranks=ranks, length=length)
-    with fake_ranks(ranks, config, rank=ranks - 1), fake_tensors(dtype):
+    trace = Trace(length=length)
+    with _quiet_head(), fake_ranks(ranks * tp, config, rank=ranks * tp - 1) as state, fake_tensors(dtype):
         model, batch = make()
+        if tp > 1:
+            assert state.mesh is not None
+            shard_lm_head(model, state.mesh["tp"], embedding=is_tied(model))
         _count_weights(trace, model)
         compiled = torch.compile(model, backend=_recorder(trace))
         # In one process the plain model is compiled, and the setting is torch's own.
-        with torch._functorch.config.patch(activation_memory_budget=budget if ranks == 1 else 1.0):
+        with torch._functorch.config.patch(activation_memory_budget=budget if ranks * tp == 1 else 1.0):
             run_step(model, compiled, batch(length), autocast=torch.bfloat16 if autocast else None)
     if not trace.backward:
         raise InputError("the model gave no backward graph: its output needs a loss that depends on its parameters")
     trace.symbol = _length_symbol(trace)
     return trace
+
+
+@contextmanager
+def _quiet_head() -> Iterator[None]:
+    """Without the hint that the head is not sharded yet: the model is made after the group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*initialize got no model")
+        yield
+
+
+def is_tied(model: Any) -> bool:
+    """Whether a transformers model has one weight for its LM head and its embedding."""
+    parts = [getattr(model, f"get_{name}_embeddings", lambda: None)() for name in ("input", "output")]
+    weights = [getattr(part, "weight", None) for part in parts]
+    return weights[0] is not None and weights[0] is weights[1]
 
 
 def _count_weights(trace: Trace, model: torch.nn.Module) -> None:

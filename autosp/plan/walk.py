@@ -145,10 +145,9 @@ def _stretches(work: list[Work]) -> list[str]:
 
 
 def _add_work(program: Program, trace: Trace, length: int, known: dict[object, float], result: Profile) -> None:
-    share = (trace.ranks - 1) / trace.ranks
     for work in program.work:
         flops, moved, sent = (evaluate(x, trace.symbol, length, known) for x in (work.flops, work.moved, work.sent))
         result.flops += flops
         result.moved += moved
-        result.sent += sent * share
+        result.sent += sent
         result.kernels.append((flops, moved))
