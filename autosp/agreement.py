@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autosp.errors import InputError, RankMismatchError
 
@@ -67,6 +68,23 @@ def agree(state: AutoSPState, kind: str, payload: bytes | Mapping[str, bytes], *
         return
     reports = _gather_reports(state, kind, (kind, digests, detail))
     raise RankMismatchError(_describe(state, reports))
+
+
+def largest(state: AutoSPState, kind: str, value: float) -> float:
+    """The largest ``value`` of the ranks that check one another. Collective, as `agree` is.
+
+    Raises:
+        RankMismatchError: another rank did not come in time or is gone.
+    """
+    if state.check_group is None:
+        return value
+    with unset_fake_temporarily():  # a compilation asks, in the middle of tracing
+        everyone = [torch.empty(1, dtype=torch.float64) for _ in state.check_ranks]
+        try:
+            dist.all_gather(everyone, torch.tensor([value], dtype=torch.float64), group=state.check_group)
+        except RuntimeError as error:
+            raise RankMismatchError(_nobody_came(state, kind, error)) from error
+        return max(other.item() for other in everyone)
 
 
 def _gather(state: AutoSPState, kind: str, record: bytes) -> list[bytes]:

@@ -11,7 +11,8 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch._dynamo import lookup_backend
 from torch._guards import detect_fake_mode
 
 from . import mesh
-from .agreement import agree
+from .agreement import agree, largest
 from .capture import capture_graph, fake_inputs
+from .config import AutoSPConfig
 from .custom_ops import (  # noqa: F401
     block_attention,
     collectives,
@@ -34,6 +36,7 @@ from .custom_ops import (  # noqa: F401
     vocab_softmax,
 )
 from .errors import ConfigError, RankMismatchError, UnsupportedGraphError
+from .fit_memory import FitMemory, StepTooLarge, room_on_device
 from .inner import compile_local
 from .layout.axis import SEQUENCE, VOCABULARY, Axis
 from .layout.registry import find_rule
@@ -115,7 +118,7 @@ def compile_for_rank(
     own = time.perf_counter() - start
     agree(state, "compile", payload, detail=_shapes(example_inputs, found))
     waiting = time.perf_counter() - start - own
-    compiled = compile_local(work.graph, _local_examples(example_inputs, found, work.axis), state.config, compiler)
+    compiled, work, found = _compile_partitioned(gm, example_inputs, state, (work, found), compiler)
     total = time.perf_counter() - start
     _times.clear()
     _times.update(autosp_s=own, waiting_s=waiting, total_s=total)
@@ -126,6 +129,61 @@ def compile_for_rank(
         compiled, work.specs, work.axis, state, checked, state.config.outputs, found.sharded,
         vocabulary=work.vocabulary, vocabulary_specs=work.vocabulary_specs,
     )  # fmt: skip
+
+
+def _compile_partitioned(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    state: AutoSPState,
+    first: tuple[Work, InputSources],
+    compiler: Callable[..., Any] | None,
+) -> tuple[Callable[..., Any], Work, InputSources]:
+    """Compile the partitioned program; where the memory budget is "auto", the cheapest way that fits the device.
+
+    More budget costs least, then tiles, then offloading. Collective: the ranks of a group choose alike.
+    """
+    work, found = first
+    if state.config.activation_memory_budget != "auto":
+        examples = _local_examples(example_inputs, found, work.axis)
+        return compile_local(work.graph, examples, state.config, compiler), work, found
+    room = _room(example_inputs, state, found)
+    ways = list(_ways(state.config))
+    for number, config in enumerate(ways):
+        if number:
+            work, found = _partition(gm, example_inputs, replace(state, config=config))
+        fit = FitMemory(room, lambda x: largest(state, "memory", x), must_fit=number < len(ways) - 1)
+        try:
+            examples = _local_examples(example_inputs, found, work.axis)
+            return compile_local(work.graph, examples, config, compiler, fit), work, found
+        except StepTooLarge as error:
+            log.info("activation_memory_budget auto: %s; trying the next way", error)
+    raise AssertionError("the last way takes what it gets")
+
+
+def _ways(config: AutoSPConfig) -> Iterator[AutoSPConfig]:
+    """The settings that "auto" leaves open, from the cheapest to the one that needs least memory."""
+    tiles = [1, 8] if config.token_tiles == "auto" else [config.token_tiles]
+    settings: dict[str, Any] = {"activation_offloading": config.activation_offloading is True}
+    for count in tiles:
+        settings["token_tiles"] = count
+        yield config.model_copy(update=settings)
+    if config.activation_offloading == "auto":
+        yield config.model_copy(update={**settings, "activation_offloading": True})
+
+
+def _room(example_inputs: Sequence[Any], state: AutoSPState, found: InputSources) -> float:
+    """Bytes that a step may take on every rank of the group; collective."""
+    if state.config.step_memory_gib is not None:
+        return state.config.step_memory_gib * 2**30
+    tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
+    device = next((x.device for x in tensors if x.device.type == "cuda"), None)
+    if device is None:
+        raise ConfigError(
+            'activation_memory_budget "auto" asks a CUDA device for its memory, and this program has none: give a '
+            "number from 0 to 1, or step_memory_gib, what a step may take"
+        )
+    trained = [x for i in found.parameters if isinstance(x := example_inputs[i], torch.Tensor) and x.requires_grad]
+    return -largest(state, "memory", -room_on_device(device, trained))
 
 
 def _is_partitioned(gm: fx.GraphModule, state: AutoSPState) -> bool:
@@ -211,7 +269,7 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
         unsupported=state.config.unsupported,
         fake_mode=fake_mode,
         fuse_linear_cross_entropy=state.config.fuse_linear_cross_entropy,
-        token_tiles=state.config.token_tiles,
+        token_tiles=1 if state.config.token_tiles == "auto" else state.config.token_tiles,
         linear_cross_entropy_memory=state.config.linear_cross_entropy_memory,
         vocabulary=vocabulary,
         fuse_vocabulary_head=state.config.vocab_parallel_ce_backend == "fused_linear",

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -40,6 +40,7 @@ OPTION_NAMES = (
     "linear_cross_entropy_memory",
     "activation_memory_budget",
     "activation_offloading",
+    "step_memory_gib",
     "overlap_communication",
     "token_tiles",
 )
@@ -127,16 +128,23 @@ class AutoSPConfig(BaseModel):
     """What such an operator may hold: "fast" an fp32 gradient of the head, "lean" half a GiB for a GEMM more, "auto"
     fast unless that gradient is more than an eighth of the device's memory."""
 
-    activation_memory_budget: float = Field(default=1.0, ge=0, le=1)
+    activation_memory_budget: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 1.0
     """Share of the activations that the backward may keep, chosen by torch's partitioner: 1 keeps what is faster to
-    keep, 0 recomputes all but inputs, attention and collectives, which are never recomputed."""
+    keep, 0 recomputes all but inputs, attention and collectives, which are never recomputed; "auto" takes the largest
+    with which the step fits, at the sizes that it is compiled with."""
 
-    activation_offloading: bool = False
-    """Move saved activations to the host in the forward and back in the backward, on a stream of their own (CUDA)."""
+    activation_offloading: bool | Literal["auto"] = False
+    """Move saved activations to the host in the forward and back in the backward, on a stream of their own (CUDA).
+    "auto": where the budget "auto" finds none that fits."""
 
-    token_tiles: int = Field(default=1, ge=1, le=64)
+    step_memory_gib: float | None = Field(default=None, gt=0)
+    """What "auto" may spend on activations, gradients and temporaries of a step. None: what the device has free when
+    the step is compiled, less a twentieth of it and AdamW's states."""
+
+    token_tiles: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
     """Parts in which an MLP, or any stretch that widens each token alone, runs over its tokens, recomputed part by part
-    in the backward: its wide values exist for one part at a time. 1: in one piece."""
+    in the backward: its wide values exist for one part at a time. 1: in one piece; "auto": 8 where the budget "auto"
+    finds none that fits."""
 
     overlap_communication: bool = True
     """Let the scheduler of Inductor put off the waits of collectives until their results are needed."""
@@ -342,6 +350,10 @@ def _without_effect(config: AutoSPConfig) -> list[str]:
         names = [name for name in OPTION_NAMES if name in given and name not in used]
         if names:
             found.append(f"{', '.join(names)}: no effect, since sequence_parallel_size is 1")
+    open_settings = {"step_memory_gib": None, "token_tiles": "auto", "activation_offloading": "auto"}
+    names = [name for name, value in open_settings.items() if name in given and value in (None, getattr(config, name))]
+    if names and config.activation_memory_budget != "auto":
+        found.append(f'{", ".join(names)}: no effect unless activation_memory_budget is "auto"')
     fuses = config.fuse_linear_cross_entropy != "never" or config.vocab_parallel_ce_backend == "fused_linear"
     if "linear_cross_entropy_memory" in given and not fuses:
         found.append('linear_cross_entropy_memory has no effect: fuse_linear_cross_entropy is "never"')

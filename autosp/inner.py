@@ -15,16 +15,23 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo import lookup_backend
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .config import AutoSPConfig
+from .fit_memory import FitMemory
 from .gradient_sums import JoinGradientSums
 
 _ATTENTION = ("aten::scaled_dot_product_attention", "autosp::block_attention", "autosp::ring_attention")
 
 
 def compile_local(
-    graph: fx.GraphModule, examples: list[Any], config: AutoSPConfig, compiler: Callable[..., Any] | None = None
+    graph: fx.GraphModule,
+    examples: list[Any],
+    config: AutoSPConfig,
+    compiler: Callable[..., Any] | None = None,
+    fit: FitMemory | None = None,
 ) -> Callable[..., Any]:
     """Compile the program of one rank.
 
@@ -34,14 +41,20 @@ def compile_local(
         config: ``inner_backend``, ``activation_memory_budget``, ``activation_offloading`` and
             ``overlap_communication`` are read.
         compiler: takes the place of the inner backend, called as Inductor is where that is the inner backend.
+        fit: chooses the budget where it is "auto".
+
+    Raises:
+        StepTooLarge: ``fit`` must find a budget, and there is none.
     """
     run: Callable[..., Any] = compiler or lookup_backend(config.inner_backend)
-    if config.activation_memory_budget < 1:
+    if config.activation_memory_budget == "auto" or config.activation_memory_budget < 1:
         keep_attention(graph)
+    if fit is not None and config.inner_backend == "aot_eager" and compiler is None:
+        run = aot_autograd(fw_compiler=boxed_nop, partition_fn=fit, keep_inference_input_mutations=True)
     with _partitioner_settings(config):
         if config.inner_backend != "inductor":
             return run(graph, examples)
-        return run(graph, examples, config_patches=_inductor_settings(config))
+        return run(graph, examples, config_patches=_inductor_settings(config, fit))
 
 
 def keep_attention(graph: fx.GraphModule) -> None:
@@ -56,26 +69,25 @@ def keep_attention(graph: fx.GraphModule) -> None:
 def _partitioner_settings(config: AutoSPConfig) -> Iterator[None]:
     """Settings of AOTAutograd's partitioner; those that are at their default are left to the user's own."""
     settings: dict[str, Any] = {}
-    if config.activation_memory_budget < 1:
+    if config.activation_memory_budget != "auto" and config.activation_memory_budget < 1:
         # At exactly 0 the partitioner saves inputs alone, whatever is marked to be kept.
         settings["activation_memory_budget"] = max(config.activation_memory_budget, 1e-6)
-    if config.activation_offloading:
+    if config.activation_offloading is True:
         settings.update(enable_activation_offloading=True, activation_offload_separate_stream=True)
     with functorch_config.patch(settings) if settings else contextlib.nullcontext():
         yield
 
 
-def _inductor_settings(config: AutoSPConfig) -> dict[str, Any]:
+def _inductor_settings(config: AutoSPConfig, fit: FitMemory | None) -> dict[str, Any]:
     """Sums of gradients are joined, and every collective starts as soon as its inputs are there.
 
     Without the second, the scheduler, which orders by memory, starts a sum just before the next exchange and nothing
     lies between the two.
     """
+    settings: dict[str, Any] = {"custom_partitioner_fn": fit} if fit is not None else {}
     if not config.overlap_communication:
-        return {}
-    settings: dict[str, Any] = {
-        "post_grad_custom_post_pass": JoinGradientSums(inductor_config.post_grad_custom_post_pass)
-    }
+        return settings
+    settings["post_grad_custom_post_pass"] = JoinGradientSums(inductor_config.post_grad_custom_post_pass)
     if not inductor_config.reorder_for_compute_comm_overlap:
         settings["reorder_for_compute_comm_overlap"] = True
         settings["reorder_for_compute_comm_overlap_passes"] = ["raise_comms"]
