@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +38,11 @@ class Result:
         assert abs(self.loss - self.reference) <= rtol * abs(self.reference), (self.loss, self.reference)
         assert self.worst <= rtol, (self.worst_name, self.worst)
         assert self.logits_error <= rtol, self.logits_error
+
+
+def mostly_slow(values: Iterable[Any], default: Container[Any]) -> list[Any]:
+    """Parameters of which those in ``default`` run in every test run and the others in the slow tier."""
+    return [pytest.param(value, marks=() if value in default else pytest.mark.slow) for value in values]
 
 
 def full(value: torch.Tensor) -> torch.Tensor:

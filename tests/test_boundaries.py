@@ -84,7 +84,15 @@ def returned(rank_info: RankInfo, outputs: str, length: int) -> dict[str, Any]:
     return {"shape": tuple(logits.shape)}
 
 
-@pytest.mark.parametrize(("outputs", "length"), [("dtensor", 17), ("full", 17), ("local", 17), ("dtensor", 16)])
+@pytest.mark.parametrize(
+    ("outputs", "length"),
+    [
+        ("dtensor", 17),
+        ("full", 17),
+        pytest.param("local", 17, marks=pytest.mark.slow),
+        pytest.param("dtensor", 16, marks=pytest.mark.slow),
+    ],
+)
 def test_returned_logits(ranks: RankPool, outputs: str, length: int) -> None:
     shapes = [found["shape"] for found in ranks.run(returned, outputs, length, world_size=2)]
     assert sum(shape[1] for shape in shapes) == (length if outputs == "local" else 2 * length)

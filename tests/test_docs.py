@@ -214,7 +214,9 @@ def compare_fused(model: torch.nn.Module, mode: str) -> list[parity.Result]:
     return results
 
 
-@pytest.mark.parametrize(("kind", "mode"), [(LossOnly, "auto"), (toys.Toy, "always")])
+@pytest.mark.parametrize(
+    ("kind", "mode"), [pytest.param(LossOnly, "auto", marks=pytest.mark.slow), (toys.Toy, "always")]
+)
 def test_the_head_fused_into_the_loss_is_exact(ranks: RankPool, kind: type[toys.Toy], mode: str) -> None:
     for results in ranks.run(run_fused, kind, mode, timeout=240):
         for result in results:
@@ -281,7 +283,7 @@ def run_example(rank_info: RankInfo, length: int) -> tuple[float, float, float]:
     return example().compare(length)
 
 
-@pytest.mark.parametrize(("world_size", "length"), [(2, 33), (3, 7)])
+@pytest.mark.parametrize(("world_size", "length"), [pytest.param(2, 33, marks=pytest.mark.slow), (3, 7)])
 def test_the_example_of_a_rule_is_exact(ranks: RankPool, world_size: int, length: int) -> None:
     for found, expected, worst in ranks.run(run_example, length, world_size=world_size, timeout=240):
         assert abs(found - expected) <= 1e-5 * abs(expected)

@@ -35,7 +35,19 @@ def check_all(everyone: list[list[parity.Result]], rtol: float = 1e-5) -> None:
             result.check(rtol)
 
 
-@pytest.mark.parametrize("loss", list(toys.LOSSES))
+# One of each kind; the others differ from one of these in an argument.
+DEFAULT_FORMS = (
+    "pad_slice", "two_slices", "roll", "gathered_log_softmax", "nll_of_log_softmax", "soft_targets", "class_weights",
+    "label_smoothing", "other_ignore_index", "reduction_none", "normalised_by_items", "several", "module_loss", "bce",
+    "boolean_sum",
+)  # fmt: skip
+
+
+def test_forms_of_every_run_exist() -> None:
+    assert set(DEFAULT_FORMS) <= set(toys.LOSSES)
+
+
+@pytest.mark.parametrize("loss", parity.mostly_slow(toys.LOSSES, DEFAULT_FORMS))
 def test_form_of_the_loss(ranks: RankPool, loss: str):
     # The uneven length has every border; the even one is a program of its own and shown once.
     batches = [toy_batch(loss, length) for length in ([16, 17] if loss == "pad_slice" else [17])]

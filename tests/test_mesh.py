@@ -267,7 +267,7 @@ def stay_away(rank_info: RankInfo, how: str) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begin
 
 
-@pytest.mark.parametrize("how", ["late", "gone"])
+@pytest.mark.parametrize("how", ["late", pytest.param("gone", marks=pytest.mark.slow)])
 def test_a_rank_that_does_not_come_is_an_error_not_a_hang(ranks: RankPool, how: str) -> None:
     message, seconds = ranks.run(stay_away, how, timeout=60)[0]
     assert "rank 0 is at the 'step' check of its sequence group [0, 1]" in message

@@ -59,7 +59,7 @@ def returns_dtensor(rank_info: RankInfo) -> Any:
     return distribute_tensor(torch.ones(4), init_device_mesh("cpu", (rank_info.world_size,)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_rank_takes_part_and_results_come_in_rank_order(ranks: RankPool, world_size: int) -> None:
     results = ranks.run(total, torch.ones(2), world_size=world_size)
     expected = world_size + world_size * (world_size - 1) / 2
@@ -67,6 +67,7 @@ def test_every_rank_takes_part_and_results_come_in_rank_order(ranks: RankPool, w
     assert len({pid for _, pid in results}) == world_size
 
 
+@pytest.mark.slow
 def test_processes_are_reused(ranks: RankPool) -> None:
     first = [pid for _, pid in ranks.run(total, torch.ones(1), world_size=2)]
     second = [pid for _, pid in ranks.run(total, torch.ones(1), world_size=3)]
@@ -91,6 +92,7 @@ def test_nothing_leaks_into_the_next_call(ranks: RankPool) -> None:
     assert second["environment"] == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
+@pytest.mark.slow
 def test_a_dtensor_result_is_refused(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="full_tensor"):
         ranks.run(returns_dtensor)

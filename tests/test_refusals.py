@@ -202,7 +202,7 @@ def test_what_gathering_would_not_mend_stays_refused(ranks: RankPool):
 
 # Taking a sequence of open length apart into single tokens is refused by Dynamo before it gets here.
 GATHERED = [name for name in MIXERS if name not in (*NEVER_GATHERED, "unbind")]
-QUICK = ("cumsum", "cat_prefix", "gather")
+QUICK = ("cumsum", "gather")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def run_kernel(rank_info: Any, varlen: bool, strategy: str) -> list[parity.Resul
     return parity.run_model(rank_info, lambda: Kernel(varlen), batches, config=config)
 
 
-@pytest.mark.parametrize("varlen", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("varlen", [pytest.param(False, marks=pytest.mark.slow), True], ids=["rows", "packed"])
 def test_a_kernel_attends_with_a_block_of_heads(ranks: RankPool, varlen: bool):
     for results in ranks.run(run_kernel, varlen, "auto", timeout=240):
         for result in results:

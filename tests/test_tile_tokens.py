@@ -186,6 +186,7 @@ class Shared(nn.Module):
         return toys.Out(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
 
 
+@pytest.mark.slow
 def test_exact_for_a_shared_mlp_and_a_transposed_one(ranks: RankPool):
     config = {"autosp": {"inner_backend": parity.INNER, "token_tiles": 4}}
     for results in ranks.run(parity.run_model, Shared, [toys.batch(40), toys.batch(41)], config=config, world_size=3):

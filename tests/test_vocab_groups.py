@@ -106,7 +106,7 @@ def same_bits(results):
 
 
 @pytest.mark.parametrize("shards", SHARDS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_with_bounds(ranks, shards, world):
     same_bits(ranks.run(shards_body, SHARDS[shards](world), 0, True, False, world_size=world, timeout=90))
 

@@ -169,7 +169,7 @@ def clip(rank_info: Any, norm_type: float) -> None:
         )
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, pytest.param(3.0, marks=pytest.mark.slow), float("inf")])
 def test_clipping_counts_every_row_once(ranks: RankPool, norm_type: float) -> None:
     ranks.run(clip, norm_type, world_size=2)
 
