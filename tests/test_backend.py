@@ -14,6 +14,7 @@ import toys
 import zoo
 from pool import RankInfo, RankPool
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
 BY_NAME = """
@@ -98,15 +99,16 @@ def share_of_own_passes(rank_info: RankInfo) -> dict[str, float]:
     autosp.initialize({"autosp": {"inner_backend": "inductor"}})
     model = zoo.build("llama", num_hidden_layers=8)
     compiled = torch.compile(model, backend="autosp")
-    start = time.perf_counter()
-    compiled(**autosp.prepare_batch(zoo.batch(16))).loss.backward()
-    return {**compile_times(), "step": time.perf_counter() - start}
+    with fresh_cache():  # a first step is one that Inductor has not compiled before
+        start = time.perf_counter()
+        compiled(**autosp.prepare_batch(zoo.batch(16))).loss.backward()
+        return {**compile_times(), "step": time.perf_counter() - start}
 
 
 @pytest.mark.slow
 def test_own_passes_take_a_tenth_of_the_first_compiled_step(ranks: RankPool):
     for times in ranks.run(share_of_own_passes, timeout=580):
-        assert times["autosp_s"] <= 0.1 * times["step"], times
+        assert times["autosp_s"] <= 0.1 * times["step"], {k: round(v, 2) for k, v in times.items() if v > 0.02}
 
 
 class ModuleAttention(nn.Module):
