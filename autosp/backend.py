@@ -50,7 +50,7 @@ from .passes.pipeline import ALONE, Work, run_pipeline
 from .report.hook import observe_pass, observe_program, observe_refusal
 from .runtime import Checked, LocalProgram, check_rows
 from .sequence_tensor import SequenceTensor
-from .sources import InputSources, find_sources
+from .sources import InputSources, find_sources, parameter_name
 
 log = logging.getLogger("autosp")
 register_fused_rules()
@@ -125,9 +125,10 @@ def compile_for_rank(
     _times.update((f"pass.{name}", seconds) for name, seconds in work.seconds.items())
     _report(work)
     checked = [Checked(index, key) for index, key in found.keys.items()] if state.config.verify == "inputs" else []
+    weights = [Checked(index, name) for index, name in _shared_weights(gm, found).items()]
     return LocalProgram(
         compiled, work.specs, work.axis, state, checked, state.config.outputs, found.sharded,
-        vocabulary=work.vocabulary, vocabulary_specs=work.vocabulary_specs,
+        vocabulary=work.vocabulary, vocabulary_specs=work.vocabulary_specs, weights=weights,
     )  # fmt: skip
 
 
@@ -328,6 +329,18 @@ def _vocabulary_rows(gm: fx.GraphModule) -> set[fx.Node]:
             if isinstance(source, fx.Node):
                 found.add(source)
     return found
+
+
+def _shared_weights(gm: fx.GraphModule, found: InputSources) -> dict[int, str]:
+    """Place and name of each parameter that all ranks of the group hold whole."""
+    rows = _vocabulary_rows(gm)
+    nodes = list(gm.graph.find_nodes(op="placeholder"))
+    names: dict[int, str] = {}
+    for index in found.parameters:
+        if nodes[index] not in rows:
+            name = parameter_name(nodes[index])
+            names[index] = f"{name} (input {index})" if name in names.values() else name
+    return names
 
 
 def _shapes(example_inputs: Sequence[Any], found: InputSources) -> str:

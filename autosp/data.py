@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sized
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -59,19 +62,22 @@ class SequenceParallelLoader:
     """Wraps a loader so that all ranks of a sequence group iterate over the batches of the group's first rank.
 
     ``state_dict`` counts what the training loop has taken, not what workers have read ahead, and holds the loader's own
-    state where it has one (torchdata's ``StatefulDataLoader``); without one, `load_state_dict` skips batches. Iterating
-    is collective over the group: its ranks must take the same number of batches.
+    state where it has one (torchdata's ``StatefulDataLoader``); without one, `load_state_dict` skips batches. For that
+    a ``DataLoader``'s random sampler without a generator gets one, seeded by `seed` and the epoch; a sampler of your
+    own must give an epoch's order again when it is asked again. Iterating is collective over the group: its ranks must
+    take the same number of batches.
 
     Args:
         loader: a ``DataLoader``, or anything that can be iterated again for each epoch. Only the first rank of a group
             iterates over it.
         state: as `autosp.initialize` returns it; by default the latest.
         seed: of a ``DataLoader``'s workers, together with the data-parallel rank, the epoch and the worker's number.
+            Persistent workers are seeded when they start, so only their first epoch is drawn again by a resumed run.
         check: compare the first batch of each epoch between data-parallel groups.
 
     Raises:
         InputError: `autosp.initialize` was not called, or the loader reads a whole dataset in each of several
-            data-parallel groups, since its sampler does not split it.
+            data-parallel groups, or its sampler splits it into another number of parts than there are groups.
     """
 
     def __init__(
@@ -81,6 +87,10 @@ class SequenceParallelLoader:
         self.state = _state(state, "SequenceParallelLoader")
         self.epoch = 0
         self.taken = 0
+        # Passes begun in this epoch, for a loop that never calls `set_epoch`; and the state of the generator that draws
+        # the order, where that is the user's own.
+        self._turn = -1
+        self._order: torch.Tensor | None = None
         self._check = check
         self._resume: dict[str, Any] | None = None
         self._inner_state: Any = None
@@ -91,15 +101,16 @@ class SequenceParallelLoader:
 
     def _check_sampler(self, loader: DataLoader[Any]) -> None:
         dp = self.state.sizes["dp"]
-        if dp == 1 or isinstance(loader.dataset, IterableDataset):
+        if isinstance(loader.dataset, IterableDataset):
             return
-        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        sampler = _sampler_of(loader)
         plain = type(sampler).__module__ == "torch.utils.data.sampler"
         replicas = getattr(sampler, "num_replicas", None)
-        if plain or replicas not in (None, dp):
-            what = f"splits it into {replicas} parts" if replicas else "gives each of them the whole dataset"
+        if (plain and dp > 1) or replicas not in (None, dp):
+            groups = "there is 1 data-parallel group" if dp == 1 else f"there are {dp} data-parallel groups"
+            what = f"splits the dataset into {replicas} parts" if replicas else "gives each of them the whole dataset"
             raise InputError(
-                f"there are {dp} data-parallel groups, but the loader's {type(sampler).__name__} {what}; pass "
+                f"{groups}, but the loader's {type(sampler).__name__} {what}; pass "
                 "DataLoader(..., sampler=autosp.data.sequence_parallel_sampler(dataset))"
             )
 
@@ -109,6 +120,7 @@ class SequenceParallelLoader:
     def set_epoch(self, epoch: int) -> None:
         """Start epoch `epoch` with the next iteration: a new order, if the sampler or the dataset knows epochs."""
         self.epoch = epoch
+        self._turn = -1
         loader = self.loader
         for part in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))):
             setter = getattr(part, "set_epoch", None)
@@ -119,7 +131,8 @@ class SequenceParallelLoader:
         """Where the loop stands: epoch, batches taken in it, and the loader's own state; the same on every rank of a
         group, another in each data-parallel group if the loader has a state of its own.
         """
-        return {_POSITION: {"epoch": self.epoch, "taken": self.taken}, "loader": self._inner_state}
+        position = {"epoch": self.epoch, "turn": self._turn, "taken": self.taken, "order": self._order}
+        return {_POSITION: position, "loader": self._inner_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the batch that was taken last.
@@ -131,14 +144,15 @@ class SequenceParallelLoader:
             raise InputError("this is no state of a SequenceParallelLoader; give what its state_dict() returned")
         position = state[_POSITION]
         self.set_epoch(position["epoch"])
-        self.taken = position["taken"]
+        self._turn, self.taken, self._order = position["turn"], position["taken"], position["order"]
         self._inner_state = state["loader"]
         self._resume = state
 
     def __iter__(self) -> Iterator[Any]:
         resume, self._resume = self._resume, None
         if resume is None:
-            self.taken = 0
+            self.taken, self._order = 0, None
+            self._turn += 1
         batches = self._read(resume) if self._first else iter(())
         first = True
         while True:
@@ -152,12 +166,14 @@ class SequenceParallelLoader:
                 return
             first = False
             self.taken += 1
-            self._inner_state = inner
+            self._inner_state, self._order = inner
             yield batch
 
     def _read(self, resume: dict[str, Any] | None) -> Iterator[Any]:
         if isinstance(self.loader, DataLoader):
             self._seed_workers(self.loader)
+            if not hasattr(self.loader, "load_state_dict"):
+                self._seed_order(self.loader)
         skip = 0
         if resume is not None:
             if resume["loader"] is not None:
@@ -173,12 +189,27 @@ class SequenceParallelLoader:
         """Worker seeds by data-parallel rank and epoch, the same again after a resume."""
         if loader.num_workers == 0:
             return
-        groups, group = self.state.sizes["dp"], self.state.coordinates["dp"]
-        seed = ((self._seed + self.epoch) * groups + group) * loader.num_workers
+        seed = _seed_of(self._seed, self.epoch, self._turn, self.state.coordinates["dp"], "workers")
         before = loader.worker_init_fn
         if isinstance(before, partial) and before.func is _seed_worker:
             before = before.keywords["then"]
         loader.worker_init_fn = partial(_seed_worker, seed=seed, then=before)
+
+    def _seed_order(self, loader: DataLoader[Any]) -> None:
+        """Make a shuffled order one that can be drawn again: batches are skipped after a resume, in that order.
+
+        A random sampler without a generator would draw from the process's own, wherever that stands.
+        """
+        sampler = _sampler_of(loader)
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator) and not isinstance(generator, _Generator):
+            if self._order is None:
+                self._order = generator.get_state()
+            else:
+                generator.set_state(self._order)
+        elif hasattr(sampler, "generator"):
+            drawn = _seed_of(self._seed, self.epoch, self._turn, self.state.coordinates["dp"], "order")
+            sampler.generator = _Generator().manual_seed(drawn)
 
     def _next(self, batches: Iterator[Any]) -> tuple[str, Any, Any]:
         """The next batch on every rank of the group, or that there is none, or what went wrong on the first rank."""
@@ -204,7 +235,23 @@ class SequenceParallelLoader:
         except Exception as error:  # a rank that raised alone would leave the others waiting
             return "error", _picklable(error), None
         stateful = getattr(self.loader, "state_dict", None)
-        return "batch", batch, stateful() if callable(stateful) else None
+        return "batch", batch, (stateful() if callable(stateful) else None, self._order)
+
+
+class _Generator(torch.Generator):
+    """A generator of ours, in the place of one that was not given."""
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """What draws the order of a loader: its sampler, or a batch sampler that has none."""
+    if loader.batch_sampler is None:
+        return loader.sampler
+    return getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
+
+
+def _seed_of(*parts: int | str) -> int:
+    """A seed of 48 bits for these parts, so that seeds counted up from it stay apart from each other's."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "big")
 
 
 def check_batch(batch: Any, *, state: AutoSPState | None = None) -> None:
@@ -241,23 +288,26 @@ def _compare(state: AutoSPState, digest: str | None) -> None:
 
 
 def _digest(batch: Any) -> str:
-    """Of the tensors in a batch, by their values."""
+    """Of the tensors and arrays in a batch, by their values."""
     found = hashlib.sha256()
     for leaf in torch.utils._pytree.tree_leaves(batch):
+        if isinstance(leaf, Mapping):  # no node of a tree: the BatchEncoding of transformers, for one
+            found.update(_digest(dict(leaf)).encode())
+            continue
         if isinstance(leaf, torch.Tensor):
             plain = leaf.detach().to("cpu").contiguous()
             found.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
             found.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+        elif isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biufc":
+            found.update(f"{leaf.dtype}{leaf.shape}".encode())
+            found.update(leaf.tobytes())
         else:
-            found.update(repr(leaf).encode())
+            # Without an address of the process, which is in the default representation.
+            found.update(re.sub(r" at 0x[0-9a-f]+", "", repr(leaf)).encode())
     return found.hexdigest()
 
 
 def _seed_worker(worker: int, *, seed: int, then: Callable[[int], None] | None) -> None:
-    import random
-
-    import numpy
-
     torch.manual_seed(seed + worker)
     random.seed(seed + worker)
     numpy.random.seed((seed + worker) % 2**32)

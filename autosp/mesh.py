@@ -16,24 +16,25 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autosp.agreement import agree
 from autosp.config import AutoSPConfig
 from autosp.dynamo_settings import ignore_transformers_warnings, keep_graphs_whole_under_ddp
 from autosp.errors import ConfigError, InputError, RankMismatchError
+from autosp.weights import compare_weights
 
 __all__ = ["AXES", "AutoSPState", "agree", "current", "initialize", "reset", "select", "use"]
 
 AXES = ("dp", "sp", "tp")
 DEVICE_TYPES = ("cpu", "cuda")
-_FLOATS_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +65,8 @@ class AutoSPState:
     check_group: dist.ProcessGroup | None
     """A gloo group over `check_ranks` for comparisons on the host; None when there is nothing to compare. It is a group
     of its own, so that a comparison never meets a collective of the model, and so that it has its own time limit."""
+    compared: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary, repr=False)
+    """The weights that ranks of `check_group` were seen to hold alike; see `autosp.weights`."""
 
     @property
     def sp_size(self) -> int:
@@ -310,25 +313,4 @@ def _shard_head(state: AutoSPState, model: torch.nn.Module | None) -> None:
 
 
 def _check_model(state: AutoSPState, model: torch.nn.Module) -> None:
-    if state.check_group is None:
-        return
-    payload = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        payload[name] = f"{tuple(tensor.shape)} {tensor.dtype} {_checksum(tensor)}".encode()
-    agree(state, "model", payload)
-
-
-def _checksum(tensor: torch.Tensor) -> int | None:
-    """Sum of a plain tensor's bit patterns; None where there are no values here or they are one rank's part of them.
-
-    Integer sums do not depend on the order, hence not on a rank's number of threads, as floating-point ones would.
-    """
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    if not plain or tensor.device.type == "meta":
-        return None
-    values = tensor.detach()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    if values.dtype == torch.bool or not values.is_floating_point():
-        return int(values.sum(dtype=torch.int64))
-    return int(values.contiguous().view(_FLOATS_AS_INTEGERS[values.element_size()]).sum(dtype=torch.int64))
+    compare_weights(state, dict([*model.named_parameters(), *model.named_buffers()]))

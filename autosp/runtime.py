@@ -1,5 +1,5 @@
-"""What runs around the compiled program at each step: DTensors in and out, and the check that ranks got the same
-inputs.
+"""What runs around the compiled program at each step: DTensors in and out, and the checks that ranks got the same
+inputs and, at the first step, hold the same weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from .layout.outputs import OutputSpec
 from .layout.padding import pad_rows
 from .mesh import AutoSPState
 from .sequence_tensor import SequenceTensor, ToLocal, from_local
+from .weights import compare_weights
 
 
 @dataclass(frozen=True)
 class Checked:
-    """An input that every rank of the group must get alike: its place among the arguments and its key."""
+    """An argument that every rank of the group must get alike: its place among the arguments and its key or name."""
 
     index: int
     key: str
@@ -79,6 +80,7 @@ class LocalProgram:
         sharded_inputs: places of the arguments that arrive as DTensors, with the tensor dimension they are cut along.
         vocabulary: the axis of a vocabulary-parallel head, if there is one.
         vocabulary_specs: the same as `specs` for that axis; empty when nothing is cut over it.
+        weights: parameters, compared over the group when they are first used.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class LocalProgram:
         *,
         vocabulary: Axis | None = None,
         vocabulary_specs: Sequence[OutputSpec] = (),
+        weights: Sequence[Checked] = (),
     ) -> None:
         self.inner = inner
         self.specs = list(specs)
@@ -103,6 +106,7 @@ class LocalProgram:
         self.sharded_inputs = dict(sharded_inputs)
         self.vocabulary = vocabulary
         self.vocabulary_specs = list(vocabulary_specs)
+        self.weights = list(weights)
 
     def __call__(self, *args: Any) -> list[Any]:
         for index, arg in enumerate(args):
@@ -115,6 +119,9 @@ class LocalProgram:
                     "expects it whole: it is a view made outside of any graph. Make it inside the compiled model, or "
                     "clone it there"
                 )
+        if self.weights:
+            # One program serves every layer, and every model, of the same code.
+            compare_weights(self.state, {item.key: args[item.index] for item in self.weights})
         if self.checked:
             agree(self.state, "step", step_payload(args, self.checked), detail=describe(args, self.checked))
         if self.sharded_inputs:

@@ -75,17 +75,24 @@ def find_sources(gm: fx.GraphModule, fakes: Sequence[Any], axis: Axis) -> InputS
 
 def source_name(node: fx.Node) -> str:
     """The user's own name of a graph input: the last key or attribute of Dynamo's source, or the placeholder's name."""
-    source = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", None)
-    text = name() if callable(name) else name
-    match = re.search(r"(?:\['|\.)(\w+)(?:'\])?$", text) if isinstance(text, str) else None
+    match = re.search(r"(?:\['|\.)(\w+)(?:'\])?$", _source_text(node))
     return match.group(1) if match else node.name
 
 
-def _by_name(node: fx.Node, value: torch.Tensor) -> tuple[str, int] | None:
-    source = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", "")
+def parameter_name(node: fx.Node) -> str:
+    """The name of a parameter in its model ("layers.0.weight"), or of its placeholder where Dynamo does not tell."""
+    parts = re.findall(r"_(?:modules|parameters)\['([^']+)'\]", _source_text(node))
+    return ".".join(parts) or node.name
+
+
+def _source_text(node: fx.Node) -> str:
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
     text = name() if callable(name) else name
+    return text if isinstance(text, str) else ""
+
+
+def _by_name(node: fx.Node, value: torch.Tensor) -> tuple[str, int] | None:
+    text = _source_text(node)
     if "_modules" in text or "_parameters" in text or "_buffers" in text:
         return None
     return recognise(source_name(node), value.dim())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def seen(rank_info: RankInfo) -> dict[str, Any]:
             loader.set_epoch(epoch)
             epochs.append(lists(loader))
         found[f"workers {workers}"] = epochs
+    loader.set_epoch(1)  # without it another pass of the epoch would begin, with noise of its own
     iterator = iter(loader)
     next(iterator), next(iterator)
     position = loader.state_dict()
@@ -87,6 +89,43 @@ def seen(rank_info: RankInfo) -> dict[str, Any]:
     found["stream"] = lists(SequenceParallelLoader(DataLoader(Stream(dp), batch_size=3)))
     found["stateful"] = stateful(dp)
     return found
+
+
+def shuffled(generator: str, seed: int) -> SequenceParallelLoader:
+    """A loader in random order, by a generator of its own or by the process's."""
+    torch.manual_seed(seed)
+    own = torch.Generator().manual_seed(seed) if generator == "own" else None
+    numbers: Any = list(range(12))
+    return SequenceParallelLoader(DataLoader(numbers, batch_size=2, shuffle=True, generator=own))
+
+
+def resumed_order(rank_info: RankInfo) -> dict[str, Any]:
+    """A shuffled loader in one data-parallel group, resumed after two batches of its second pass; every rank has a seed
+    of its own, and another one after the resume.
+    """
+    autosp.initialize(SP2)
+    found: dict[str, Any] = {}
+    for name in ("process", "own"):
+        loader = shuffled(name, rank_info.rank)
+        found[f"{name} first"] = lists(loader)
+        iterator = iter(loader)
+        taken = [next(iterator).tolist(), next(iterator).tolist()]
+        position = loader.state_dict()
+        found[f"{name} second"] = taken + lists(iterator)
+        again = shuffled(name, rank_info.rank)
+        torch.manual_seed(77 + rank_info.rank)
+        again.load_state_dict(position)
+        found[f"{name} resumed"] = taken + lists(again)
+        found[f"{name} third"], found[f"{name} third resumed"] = lists(loader), lists(again)
+    return found
+
+
+def test_a_shuffled_loader_goes_on_in_the_same_order(ranks: RankPool) -> None:
+    for found in ranks.run(resumed_order):
+        for name in ("process", "own"):
+            assert found[f"{name} resumed"] == found[f"{name} second"] != found[f"{name} first"]
+            assert found[f"{name} third resumed"] == found[f"{name} third"] != found[f"{name} second"]
+            assert sorted(n for batch in found[f"{name} resumed"] for n in batch) == list(range(12))
 
 
 def stateful(dp: int) -> list[int]:
@@ -116,6 +155,16 @@ def test_a_group_sees_one_batch_and_each_group_another(ranks: RankPool) -> None:
     assert found[2]["stateful"] == [101, 102, 103, 104, 105]
 
 
+class CutByItself(torch.utils.data.Sampler[list[int]]):
+    """A batch sampler that gives each group samples of its own."""
+
+    def __init__(self, group: int) -> None:
+        self.group = group
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield [6 * self.group, 6 * self.group + 1]
+
+
 class Failing(Dataset[int]):
     def __len__(self) -> int:
         return 8
@@ -140,6 +189,15 @@ def failures(rank_info: RankInfo) -> dict[str, str]:
     found["world"] = caught(lambda: SequenceParallelLoader(DataLoader(Augmented(), sampler=world)))
     found["length"] = caught(lambda: sequence_parallel_sampler(Stream(0)))  # type: ignore[arg-type]
     found["foreign state"] = caught(lambda: SequenceParallelLoader([]).load_state_dict({"epoch": 1}))
+    batches = torch.utils.data.BatchSampler(world, 2, drop_last=False)
+    found["world batches"] = caught(lambda: SequenceParallelLoader(DataLoader(Augmented(), batch_sampler=batches)))
+    mine = CutByItself(state.coordinates["dp"])
+    found["custom"] = caught(lambda: list(SequenceParallelLoader(DataLoader(Augmented(), batch_sampler=mine))))
+    # Batches that are no trees of tensors: long ones, alike at both ends, are told apart.
+    long = torch.arange(3000)
+    long[1500] += state.coordinates["dp"]
+    for name, batch in (("mapping", UserDict(x=long)), ("array", long.numpy()), ("object", [object(), long])):
+        found[name] = caught(lambda batch=batch: check_batch(batch))
     sampler = sequence_parallel_sampler(Failing())
     found["reading"] = caught(lambda: list(SequenceParallelLoader(DataLoader(Failing(), sampler=sampler), check=False)))
     found["twice"] = caught(lambda: list(SequenceParallelLoader([torch.ones(2)])))
@@ -155,13 +213,27 @@ def test_what_is_wrong_is_said_on_every_rank(ranks: RankPool) -> None:
     for found in ranks.run(failures, world_size=4):
         assert "call autosp.initialize(config) first" in found["no state"]
         assert "2 data-parallel groups, but the loader's RandomSampler gives each of them the whole" in found["sampler"]
-        assert "DistributedSampler splits it into 4 parts" in found["world"]
+        assert "DistributedSampler splits the dataset into 4 parts" in found["world"]
         assert "a Stream has no length" in found["length"]
         assert "no state of a SequenceParallelLoader" in found["foreign state"]
         assert found["reading"].startswith("KeyError: 'no sample")
         assert "2 data-parallel groups hold 1 different batches" in found["twice"]
         assert "data-parallel groups [0, 1] hold different batches" in found["torn"]
+        assert "DistributedSampler splits the dataset into 4 parts" in found["world batches"]
+        assert {found[name] for name in ("custom", "mapping", "array", "object")} == {"nothing raised"}
         assert found["repeats"] == found["right"] == found["empty group"] == "nothing raised"
+
+
+def one_group(rank_info: RankInfo) -> str:
+    autosp.initialize(SP2)
+    world = torch.utils.data.DistributedSampler(Augmented())  # type: ignore[arg-type]
+    return caught(lambda: SequenceParallelLoader(DataLoader(Augmented(), sampler=world)))
+
+
+def test_a_sampler_over_the_world_is_refused_where_there_is_one_group(ranks: RankPool) -> None:
+    # The group's first rank alone reads: half of the data would never be seen.
+    for found in ranks.run(one_group):
+        assert "1 data-parallel group, but the loader's DistributedSampler splits the dataset into 2 parts" in found
 
 
 def leaves_early(rank_info: RankInfo) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def reductions(rank_info: RankInfo, how: str) -> list[int]:
         loss = parallel(**autosp.prepare_batch(engine_steps.batch_of(step, 0, 0))).loss
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
             loss.backward()
-    return sorted(event.input_shapes[0][0] for event in profile.events() if event.name == "gloo:all_reduce")
+    return sorted(math.prod(event.input_shapes[0]) for event in profile.events() if event.name == "gloo:all_reduce")
 
 
 PARAMETERS = [parameter.numel() for parameter in toys.build().parameters()]

@@ -158,6 +158,7 @@ def refusals(rank_info: RankInfo) -> dict[str, str]:
 
     two = {"sequence_parallel_size": 2}
     record("stage 3", {**two, "zero_optimization": {"stage": 3}})
+    record("stage as text", {**two, "zero_optimization": {"stage": "3"}})
     record("sum", {**two, "gradient_allreduce_op": "sum"})
     record("deepcompile", {**two, "compile": {"deepcompile": True, "passes": ["z1"]}})
     record("data", two, training_data=[1])
@@ -176,6 +177,7 @@ def refusals(rank_info: RankInfo) -> dict[str, str]:
 def test_what_would_be_wrong_is_refused(ranks: RankPool) -> None:
     for found in ranks.run(refusals, timeout=200):
         assert "zero_optimization.stage is 3, which is not supported" in found["stage 3"]
+        assert found["stage as text"] == found["stage 3"]
         assert "gradient_allreduce_op is 'sum'" in found["sum"]
         assert "compile.deepcompile is on with passes ['z1']" in found["deepcompile"]
         assert "training_data is given" in found["data"]

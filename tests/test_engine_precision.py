@@ -6,14 +6,16 @@ import math
 from typing import Any
 
 import engine_steps
+import parity
 import pytest
 import torch
 import toys
 from engine_steps import Run
 from pool import RankInfo, RankPool
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autosp
-from autosp.integrations import ddp
+from autosp.integrations import ddp, fsdp
 
 CONFIG = {"sequence_parallel_size": 2, "autosp": {"inner_backend": "aot_eager"}}
 
@@ -88,6 +90,41 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool) -> None:
         assert found["finite"] == [False, True, True]
         assert found["moved"] == [False, True, True]
         assert found["scales"] == [2.0**12] * 3
+        moved = found["weight"] - toys.build().head.weight.detach()
+        assert (moved - expected).abs().max() <= 2e-2 * expected.abs().max()
+
+
+def scaled_shards(rank_info: RankInfo, half_weights: bool) -> dict[str, Any]:
+    """The same under FSDP2, where each rank sees its shard of a gradient only; with clipping between."""
+    autosp.initialize(CONFIG)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    model = fsdp.fully_shard(toys.build(), **({"mp_policy": policy} if half_weights else {}))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, backoff_factor=2.0**-8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: dict[str, Any] = {"scales": [], "moved": [], "norms": []}
+    for step in range(3):
+        before = parity.full(model.head.weight).detach().clone()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=not half_weights):
+            loss = model(**autosp.prepare_batch(half_ignored(step))).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        found["norms"].append(parity.full(torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found["scales"].append(scaler.get_scale())
+        found["moved"].append(bool((parity.full(model.head.weight) != before).any()))
+    found["weight"] = parity.full(model.head.weight.detach())
+    return found
+
+
+@pytest.mark.parametrize("half_weights", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_overflow_in_one_shard_skips_the_step_on_all(ranks: RankPool, half_weights: bool) -> None:
+    expected = scaled_alone()
+    for found in ranks.run(scaled_shards, half_weights):
+        assert found["moved"] == [False, True, True]
+        assert found["scales"] == [2.0**12] * 3
+        assert [math.isfinite(norm) for norm in found["norms"]] == [False, True, True]
         moved = found["weight"] - toys.build().head.weight.detach()
         assert (moved - expected).abs().max() <= 2e-2 * expected.abs().max()
 

@@ -32,7 +32,8 @@ ALLOWED = {
     "bench.": {"bench", "custom_ops", "errors"},  # measures what a user calls, so it needs nothing of the compiler
     "report.": {"config", "errors", "inputs", "layout", "location", "mesh", "report"},  # looks on, never compiles
     "plan.": {"backend", "errors", "layers", "mesh", "plan", "report"},
-    "mesh": {"agreement", "config", "dynamo_settings", "errors", "layers"},
+    "mesh": {"agreement", "config", "dynamo_settings", "errors", "layers", "weights"},
+    "weights": {"agreement", "mesh"},
     "layers.": {"custom_ops", "errors", "layers"},
     "layout.": {"errors", "layout", "location"},
     "passes.": {"custom_ops", "errors", "layout", "location"},

@@ -66,13 +66,18 @@ def check_model(model: torch.nn.Module, engine: str) -> None:
     """
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"{engine}: model is a {type(model).__name__}; a torch.nn.Module is expected")
-    compiled = [name for name, module in model.named_modules() if _is_compiled(module)]
+    compiled = compiled_modules(model)
     if compiled:
         where = f"its module {compiled[0]!r}" if compiled[0] else "it"
         raise InputError(
             f"{engine}: the model is compiled already ({where}), so how its gradients are reduced is settled; give the "
             "model without torch.compile: it is compiled here"
         )
+
+
+def compiled_modules(model: torch.nn.Module) -> list[str]:
+    """The names of the modules of `model` that are compiled; "" is the model itself."""
+    return [name for name, module in model.named_modules() if _is_compiled(module)]
 
 
 def compile_modules(

@@ -88,10 +88,11 @@ def initialize(
 def _check_engine(tree: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
     """Refuse what the engine would get wrong with sequence groups."""
     zero = tree.get("zero_optimization") or {}
-    if isinstance(zero, Mapping) and zero.get("stage", 0) == 3:
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if str(stage) not in ("0", "1", "2"):  # DeepSpeed takes the number as text too
         raise ConfigError(
-            f"{_NAME}: zero_optimization.stage is 3, which is not supported: its hooks gather weights inside the "
-            "compiled program. Use stage 0, 1 or 2, or autosp.integrations.fsdp to shard weights too"
+            f"{_NAME}: zero_optimization.stage is {stage}, which is not supported (hooks of stage 3 gather weights "
+            "inside the compiled program). Use stage 0, 1 or 2, or autosp.integrations.fsdp to shard weights too"
         )
     if tree.get("gradient_allreduce_op", "mean") != "mean":
         raise ConfigError(

@@ -12,18 +12,27 @@ the factor by which the Trainer scales the loss is.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DistributedType, recursively_apply
+from accelerate.data_loader import get_sampler, prepare_data_loader
+from accelerate.utils import (
+    DistributedType,
+    DynamoBackend,
+    RNGType,
+    broadcast_object_list,
+    recursively_apply,
+    synchronize_rng_state,
+)
 from torch.distributed.tensor import DTensor
+from torch.utils.data import RandomSampler
 
 from autosp.errors import ConfigError
-from autosp.integrations._prepare import check_model, compile_modules, find_state, reduction_for_mean
+from autosp.integrations._prepare import check_model, compile_modules, compiled_modules, find_state, reduction_for_mean
 from autosp.mesh import AutoSPState
 
 _NAME = "autosp.integrations.transformers"
@@ -57,6 +66,17 @@ class SequenceParallelAccelerator(Accelerator):
             raise ConfigError(
                 f"{_NAME}: dispatch_batches hands each rank another slice of a batch; set it to False or None"
             )
+        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise ConfigError(
+                f"{_NAME}: Accelerate is told to compile with {self.state.dynamo_plugin.backend.value}; leave "
+                "dynamo_backend (or ACCELERATE_DYNAMO_BACKEND) out: compile_model compiles"
+            )
+        parallelism = getattr(self, "parallelism_config", None)
+        if parallelism is not None and parallelism.total_size > 1:
+            raise ConfigError(
+                f"{_NAME}: Accelerate has a parallelism_config of {parallelism.total_size} ranks; leave it out, the "
+                "mesh is that of autosp.initialize"
+            )
 
     def compile_model(self, model: torch.nn.Module, options: Mapping[str, Any] | None = None) -> torch.nn.Module:
         """Compile `model` in place with the backend "autosp", for gradients that DDP averages over all ranks.
@@ -69,6 +89,20 @@ class SequenceParallelAccelerator(Accelerator):
         reduction = reduction_for_mean(state, _NAME, options)
         compile_modules([model], state, reduction=reduction, options=options)
         return model
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """As in Accelerate; warns of a model to be trained of which nothing is compiled, so that every rank computes
+        whole sequences.
+        """
+        if self._autosp_state.sp_size > 1 and not evaluation_mode and not compiled_modules(model):
+            warnings.warn(
+                f"{_NAME}: prepare got a {type(model).__name__} that is not compiled, so every rank computes the whole "
+                "sequence; give it to compile_model first",
+                stacklevel=3,
+            )
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -91,7 +125,7 @@ class SequenceParallelAccelerator(Accelerator):
             dispatch_batches=False,
             even_batches=self.even_batches,
             use_seedable_sampler=True,
-            data_seed=self.dataloader_config.data_seed,
+            data_seed=_share_order(data_loader, self.dataloader_config.data_seed),
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
@@ -140,6 +174,7 @@ class SequenceParallelTrainerMixin:
     accelerator: Any
     args: Any
     model: Any
+    state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -160,6 +195,25 @@ class SequenceParallelTrainerMixin:
     def call_model_init(self, trial: Any = None) -> torch.nn.Module:
         """As in Trainer; the new model is compiled."""
         return self.accelerator.compile_model(super().call_model_init(trial))  # type: ignore[misc]
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """As in Trainer; the ranks of a sequence group share their samples."""
+        return super().get_total_train_batch_size(args) // self._ranks_of_a_group()  # type: ignore[misc]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """As in Trainer, of this rank's part of a sequence."""
+        return super().floating_point_ops(inputs) // self._ranks_of_a_group()  # type: ignore[misc]
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """As in Trainer (5.17 to 5.24), which sums over all ranks: each sequence group counts once."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // (
+            self._ranks_of_a_group()
+        )
+
+    def _ranks_of_a_group(self) -> int:
+        return self.accelerator._autosp_state.sp_size
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As in Trainer, with whole predictions."""
@@ -194,6 +248,21 @@ def _check_arguments(args: Any) -> None:
             "smoothed loss belongs into the model; the model is compiled here; FSDP2 and DeepSpeed have integrations "
             "of their own)"
         )
+
+
+def _share_order(data_loader: Any, seed: int | None) -> int:
+    """The seed of the order of samples, rank 0's on every rank; a sampler with a generator of its own gets one that is
+    rank 0's too. Ranks with other seeds would take samples of another order: some twice, some never.
+    """
+    shared = [torch.initial_seed() if seed is None else seed]
+    broadcast_object_list(shared)
+    sampler = get_sampler(data_loader)
+    if hasattr(sampler, "generator") and not isinstance(sampler, RandomSampler):
+        if sampler.generator is None:
+            sampler.generator = torch.Generator().manual_seed(shared[0])
+        else:
+            synchronize_rng_state(RNGType.GENERATOR, sampler.generator)
+    return shared[0]
 
 
 def _seed_workers_by_group(data_loader: Any, group: int) -> None:
