@@ -115,8 +115,8 @@ class AutoSPConfig(BaseModel):
     """What compiles the program of one rank."""
 
     verify: Literal["inputs", "compile"] = "inputs"
-    """"compile": ranks of a group compare their graphs once per compilation. "inputs": that, and before each step that
-    they were given the same inputs."""
+    """"compile": ranks of a group compare their graphs once per compilation. "inputs": that, before each step that they
+    were given the same inputs, and now and then that their weights do not drift apart."""
 
     verify_timeout: float = Field(default=600.0, gt=0)
     """Seconds that a rank waits in such a comparison for the others before it raises."""

@@ -66,7 +66,8 @@ class AutoSPState:
     """A gloo group over `check_ranks` for comparisons on the host; None when there is nothing to compare. It is a group
     of its own, so that a comparison never meets a collective of the model, and so that it has its own time limit."""
     compared: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary, repr=False)
-    """The weights that ranks of `check_group` were seen to hold alike; see `autosp.weights`."""
+    """The weights that ranks of `check_group` were seen to hold alike, and where the watched ones began; see
+    `autosp.weights`."""
 
     @property
     def sp_size(self) -> int:

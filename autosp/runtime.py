@@ -19,7 +19,7 @@ from .layout.outputs import OutputSpec
 from .layout.padding import pad_rows
 from .mesh import AutoSPState
 from .sequence_tensor import SequenceTensor, ToLocal, from_local
-from .weights import compare_weights
+from .weights import check_drift, choose_watched, compare_weights
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,22 @@ class LocalProgram:
                     "clone it there"
                 )
         if self.weights:
-            # One program serves every layer, and every model, of the same code.
-            compare_weights(self.state, {item.key: args[item.index] for item in self.weights})
+            self._check_weights(args)
         if self.checked:
             agree(self.state, "step", step_payload(args, self.checked), detail=describe(args, self.checked))
         if self.sharded_inputs:
             args = tuple(self._to_local(i, arg) if i in self.sharded_inputs else arg for i, arg in enumerate(args))
         results = self.inner(*args)
         return [self._wrap(results, index, spec) for index, spec in enumerate(self.specs)]
+
+    def _check_weights(self, args: Sequence[Any]) -> None:
+        """At every step, since one program serves every layer, and every model, of the same code."""
+        compare_weights(self.state, {item.key: args[item.index] for item in self.weights})
+        if self.state.config.verify != "inputs" or not torch.is_grad_enabled():
+            return
+        watched = choose_watched((item.key, args[item.index]) for item in self.weights)
+        if watched is not None:
+            check_drift(self.state, watched, next(args[w.index] for w in self.weights if w.key == watched))
 
     def _to_local(self, index: int, arg: Any) -> torch.Tensor:
         """Local rows of a DTensor, padded to the equal block that every rank holds inside."""

@@ -83,12 +83,12 @@ def logged(rank_info: RankInfo, name: str, folder: str) -> dict[str, Any]:
         **SETTINGS[name],
     )
     trainer = SequenceParallelTrainer(model, arguments, train_dataset=train, eval_dataset=samples(7))
-    finished = trainer.train()
+    trainer.train()
     kept = ("loss", "grad_norm", "eval_loss", "num_input_tokens_seen", "epoch", "learning_rate")
     found: dict[str, Any] = {
         "log": [{key: row[key] for key in kept if key in row} for row in trainer.state.log_history],
         "batch": trainer.get_total_train_batch_size(arguments),
-        "flos": finished.metrics["total_flos"],
+        "flos": trainer.state.total_flos,
         "trained": sorted(n for n, p in model.named_parameters() if p.requires_grad),
     }
     if name == "adapters":

@@ -33,7 +33,7 @@ ALLOWED = {
     "report.": {"config", "errors", "inputs", "layout", "location", "mesh", "report"},  # looks on, never compiles
     "plan.": {"backend", "errors", "layers", "mesh", "plan", "report"},
     "mesh": {"agreement", "config", "dynamo_settings", "errors", "layers", "weights"},
-    "weights": {"agreement", "mesh"},
+    "weights": {"agreement", "errors", "mesh"},
     "layers.": {"custom_ops", "errors", "layers"},
     "layout.": {"errors", "layout", "location"},
     "passes.": {"custom_ops", "errors", "layout", "location"},
