@@ -83,6 +83,7 @@ def check_drift(state: AutoSPState, name: str, tensor: torch.Tensor) -> None:
     start.uses += 1
     if start.uses & (start.uses - 1):
         return
+    agree(state, "drift", name.encode())  # another rank may be elsewhere: what follows needs all of them here
     moved = _some_values(tensor) - start.values
     everyone = [torch.empty_like(moved) for _ in state.check_ranks]
     dist.all_gather(everyone, moved, group=state.check_group)
