@@ -107,6 +107,7 @@ class LocalProgram:
         self.vocabulary = vocabulary
         self.vocabulary_specs = list(vocabulary_specs)
         self.weights = list(weights)
+        self._watched: list[Checked] | None = None
 
     def __call__(self, *args: Any) -> list[Any]:
         for index, arg in enumerate(args):
@@ -133,9 +134,11 @@ class LocalProgram:
         compare_weights(self.state, {item.key: args[item.index] for item in self.weights})
         if self.state.config.verify != "inputs" or not torch.is_grad_enabled():
             return
-        watched = choose_watched((item.key, args[item.index]) for item in self.weights)
-        if watched is not None:
-            check_drift(self.state, watched, next(args[w.index] for w in self.weights if w.key == watched))
+        if self._watched is None:
+            name = choose_watched((item.key, args[item.index]) for item in self.weights)
+            self._watched = [item for item in self.weights if item.key == name]
+        for item in self._watched:
+            check_drift(self.state, item.key, args[item.index])
 
     def _to_local(self, index: int, arg: Any) -> torch.Tensor:
         """Local rows of a DTensor, padded to the equal block that every rank holds inside."""
