@@ -49,7 +49,7 @@ from .mesh import AutoSPState
 from .passes.pipeline import ALONE, Work, run_pipeline
 from .report.hook import observe_pass, observe_program, observe_refusal
 from .runtime import Checked, LocalProgram, check_rows
-from .sequence_tensor import SequenceTensor
+from .sequence_tensor import SequenceTensor, is_cut
 from .sources import InputSources, find_sources, parameter_name
 
 log = logging.getLogger("autosp")
@@ -240,7 +240,7 @@ def _fused_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoS
 
 def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPState) -> tuple[Work, InputSources]:
     for value in example_inputs:
-        if isinstance(value, SequenceTensor):
+        if isinstance(value, SequenceTensor) and is_cut(value):
             check_rows(value, state.sp_size)
     fake_mode = detect_fake_mode(example_inputs) or detect_fake_mode()
     axis = Axis(

@@ -22,12 +22,16 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .errors import InputError
 
+# What reads one number out of a tensor. DTensor would give this rank's part of it, a plausible and wrong number.
+_READING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 # What torch itself calls while it makes a fake of an input; it must stay the input that it is.
 _KEEPING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class SequenceTensor(DTensor):
-    """A DTensor cut over the sequence axis, the vocabulary axis or both; see the module's docstring."""
+    """A DTensor cut over the sequence axis, the vocabulary axis or both, or what an operator outside a graph made of one,
+    where ranks hold it in parts; see the module's docstring.
+    """
 
     @staticmethod
     def __tensor_unflatten__(
@@ -42,13 +46,15 @@ class SequenceTensor(DTensor):
     ) -> Any:
         flat, spec = tree_flatten((tuple(args), dict(kwargs or {})))
         if not any(isinstance(x, SequenceTensor) and isinstance(x._local_tensor, FakeTensor) for x in flat):
+            if func in _READING:
+                raise InputError(_read(args[0]))
             try:
                 result = super().__torch_dispatch__(func, types, args, kwargs)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     raise InputError(_mixed(func, flat)) from error
                 raise
-            return tree_map(_still_cut, result)
+            return tree_map(_still_parted, result)
         if func in _KEEPING:
             local = func(args[0]._local_tensor, *args[1:], **(kwargs or {}))
             return SequenceTensor(local, args[0]._spec, requires_grad=False)
@@ -76,13 +82,25 @@ def _is_own_shape(x: torch.Tensor, sizes: Sequence[Any]) -> bool:
     return len(sizes) == x.dim() and all(same)
 
 
-def _still_cut(x: Any) -> Any:
-    """A result that is cut over the sequence may enter the next graph too (an engine's hook may cast or alias it)."""
-    if not isinstance(x, DTensor) or isinstance(x, SequenceTensor):
-        return x
-    if any(type(placement) is not ShardPlacement for placement in x.placements):  # a strided shard is another cut
+def _read(x: DTensor) -> str:
+    return (
+        f"a number is read out of a tensor of which this rank holds a part only ({x.placements} over the sequence "
+        "group); gather it first, on every rank: .full_tensor().item(), or compute it inside the compiled model"
+    )
+
+
+def _still_parted(x: Any) -> Any:
+    """A result that ranks hold in parts: cut over the sequence it may enter the next graph (an engine's hook may cast
+    or alias it), and a number is never read out of one part.
+    """
+    if not isinstance(x, DTensor) or isinstance(x, SequenceTensor) or all(p.is_replicate() for p in x.placements):
         return x
     return SequenceTensor(x._local_tensor, x._spec, requires_grad=x.requires_grad)
+
+
+def is_cut(x: DTensor) -> bool:
+    """Whether one dimension is cut over one mesh dimension, as ``torch.chunk`` cuts: not a partial sum, not strided."""
+    return len(x.placements) == 1 and type(x.placements[0]) is ShardPlacement
 
 
 def _whole(x: Any) -> Any:

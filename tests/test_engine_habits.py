@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import autosp
 from autosp.integrations import ddp, fsdp
-from autosp.sequence_tensor import SequenceTensor
+from autosp.sequence_tensor import SequenceTensor, shard
 
 SP2 = {"sequence_parallel_size": 2, "autosp": {"inner_backend": "aot_eager"}}
 Batch = dict[str, Any]
@@ -165,3 +165,52 @@ def generating(rank_info: RankInfo, how: str) -> list[list[int]]:
 def test_text_generated_between_two_steps(ranks: RankPool, how: str) -> None:
     first, second = ranks.run(generating, how, timeout=300)
     assert first == second
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "sum": lambda x: x.sum().item(),
+    "mean": lambda x: x.mean().item(),
+    "max": lambda x: float(x.max()),
+    "norm": lambda x: x.norm().item(),
+    "std": lambda x: x.std().item(),
+    "all": lambda x: bool((x > -2).all()),
+    "any": lambda x: bool((x > 2).any()),
+    "nan": lambda x: bool(torch.isnan(x).any()),
+    "z-loss": lambda x: x.logsumexp(-1).pow(2).mean().item(),
+    "rows": lambda x: [row.sum().item() for row in x],
+    "flat": lambda x: x.flatten(0, 1).sum().item(),
+    "last": lambda x: x[:, -1].sum().item(),
+    "branch": lambda x: 1 if x.sum() > 0 else 2,
+    "one": lambda x: x[0, 1, 2].item(),
+    "list": lambda x: x.argmax(-1).tolist(),
+    "array": lambda x: x.cpu().numpy().tolist(),
+}
+
+
+def reading(rank_info: RankInfo, length: int) -> dict[str, str]:
+    """Numbers read out of a sharded output, as a script that logs does it: right, or an error."""
+    state = autosp.initialize({})
+    assert state.mesh is not None
+    whole = torch.randn(2, length, 5, generator=torch.Generator().manual_seed(0))
+    found = {}
+    for name, read in READS.items():
+        want = read(whole)
+        try:
+            got = read(shard(whole, state.mesh["sp"], 1))
+            found[name] = "right" if got == pytest.approx(want, rel=1e-5) else f"{got} is not {want}"
+        except autosp.InputError as error:
+            assert ".full_tensor()" in str(error)
+            found[name] = "told"
+        except (RuntimeError, NotImplementedError):  # of torch: no such operator for a DTensor
+            found[name] = "refused by torch"
+        # What it says to do.
+        if name in ("sum", "max", "norm", "all"):
+            assert read(shard(whole, state.mesh["sp"], 1).full_tensor()) == pytest.approx(want, rel=1e-5)
+    return found
+
+
+@pytest.mark.parametrize("length", [6, 7])
+def test_a_number_is_never_read_out_of_one_ranks_part(ranks: RankPool, length: int) -> None:
+    for found in ranks.run(reading, length):
+        assert set(found.values()) <= {"right", "told", "refused by torch"}, found
+        assert {found[name] for name in ("sum", "max", "norm", "all", "branch")} == {"told"}
