@@ -29,8 +29,8 @@ _KEEPING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class SequenceTensor(DTensor):
-    """A DTensor cut over the sequence axis, the vocabulary axis or both, or what an operator outside a graph made of one,
-    where ranks hold it in parts; see the module's docstring.
+    """A DTensor cut over the sequence axis, the vocabulary axis or both, or what an operator outside a graph made of
+    one, where ranks hold it in parts; see the module's docstring.
     """
 
     @staticmethod
