@@ -142,6 +142,24 @@ class Groups:
         return self.sp
 
 
+def with_groups_of_ones_own(rank_info: RankInfo) -> Run:
+    """An mpu whose sizes are those of the JSON, and gradients that the engine scales before it sums them."""
+    from autosp.integrations import deepspeed
+
+    mesh.reset()
+    model = toys.build()
+    config = {**REST, **JSONS["size alone"], "prescale_gradients": True, "gradient_predivide_factor": 2.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer, mpu=Groups(2))
+    return steps(engine, model)
+
+
+@pytest.mark.slow
+def test_an_mpu_that_agrees_and_prescaled_gradients(fresh_ranks: RankPool) -> None:
+    for run in fresh_ranks.run(with_groups_of_ones_own, world_size=4, timeout=300):
+        check({"mpu": run})
+
+
 def refusals(rank_info: RankInfo) -> dict[str, str]:
     from autosp.integrations import deepspeed
 
