@@ -213,4 +213,4 @@ def reading(rank_info: RankInfo, length: int) -> dict[str, str]:
 def test_a_number_is_never_read_out_of_one_ranks_part(ranks: RankPool, length: int) -> None:
     for found in ranks.run(reading, length):
         assert set(found.values()) <= {"right", "told", "refused by torch"}, found
-        assert {found[name] for name in ("sum", "max", "norm", "all", "branch")} == {"told"}
+        assert {found[name] for name in ("sum", "max", "norm")} == {"told"}, found
