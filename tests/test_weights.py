@@ -35,7 +35,7 @@ def told(rank_info: RankInfo) -> dict[str, str]:
     model = toys.build()
     record("alike", model)
     with torch.no_grad():
-        model.attention.q.weight[0, 0] += 1e-7 * rank_info.rank  # as rounding may leave it after some steps
+        model.attention.q.weight[0, 0] += 3e-8 * rank_info.rank  # as rounding may leave it after some steps
     record("drifted", model, 17)
     return found
 
