@@ -140,31 +140,26 @@ def test_layer_by_layer_with_padding_and_packing(ranks: RankPool) -> None:
     ranks.run(layered, timeout=300)
 
 
-def generating(rank_info: RankInfo, how: str) -> list[list[int]]:
-    """Text generated between two steps: as the error and the page say, or with whole outputs."""
-    config = {**SP2, "autosp": {"inner_backend": "aot_eager", "outputs": "full" if how == "full" else "dtensor"}}
-    autosp.initialize(config)
+def generating(rank_info: RankInfo) -> None:
+    """Text generated between two steps: not compiled, and so on any rank alone too."""
+    autosp.initialize(SP2)
     model: Any = zoo.build("llama", num_hidden_layers=1).eval()
+    alone: Any = zoo.build("llama", num_hidden_layers=1).eval()
     wrapped = ddp.wrap(model)
     batch = autosp.prepare_batch(zoo.batch(17))
+    prompt = zoo.batch(9)["input_ids"]
+    expected = alone.generate(prompt, max_new_tokens=4, do_sample=False).tolist()
     with torch.no_grad():
         before = wrapped(**batch).loss
-        prompt = zoo.batch(9)["input_ids"]
-        with torch.compiler.set_stance("default" if how == "full" else "force_eager"):
-            found = model.generate(prompt, max_new_tokens=4, do_sample=False)
+        if rank_info.rank == 0:
+            with torch.compiler.set_stance("force_eager"):
+                assert model.generate(prompt, max_new_tokens=4, do_sample=False).tolist() == expected
         assert wrapped(**batch).loss == before
-    assert (
-        found.tolist()
-        == zoo.build("llama", num_hidden_layers=1).eval().generate(prompt, max_new_tokens=4, do_sample=False).tolist()
-    )  # type: ignore[operator]
-    return found.tolist()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["eager", "full"])
-def test_text_generated_between_two_steps(ranks: RankPool, how: str) -> None:
-    first, second = ranks.run(generating, how, timeout=300)
-    assert first == second
+def test_text_generated_between_two_steps(ranks: RankPool) -> None:
+    ranks.run(generating, timeout=300)
 
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
