@@ -82,7 +82,8 @@ def logged(rank_info: RankInfo, name: str, folder: str) -> dict[str, Any]:
         disable_tqdm=True,
         **SETTINGS[name],
     )
-    trainer = SequenceParallelTrainer(model, arguments, train_dataset=train, eval_dataset=samples(7))
+    # 8: Accelerate fills up the last batch of an uneven number, for any number of processes, with samples seen before.
+    trainer = SequenceParallelTrainer(model, arguments, train_dataset=train, eval_dataset=samples(8))
     trainer.train()
     kept = ("loss", "grad_norm", "eval_loss", "num_input_tokens_seen", "epoch", "learning_rate")
     found: dict[str, Any] = {
