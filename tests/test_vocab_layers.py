@@ -187,7 +187,11 @@ def refusals_of_states(rank_info: Any) -> None:
     factored = {"state": {"0.weight": {"exp_avg_sq_col": torch.zeros(3)}}, "param_groups": []}
     with pytest.raises(InputError, match="'exp_avg_sq_col' of 0.weight has shape"):
         optimizer_state_with_rows(model, factored)
-    layer.weight = nn.Parameter(layer.as_dtensor(layer.weight))
+    with pytest.raises(InputError, match=r"weight as a DTensor over ranks \[0, 1\] would average or share rows"):
+        layer.weight = nn.Parameter(layer.as_dtensor(layer.weight))
+    alone = dist.new_group([rank_info.rank], use_local_synchronization=True)
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(alone, "cpu")
+    layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh))
     with pytest.raises(InputError, match="a state dict of it would mix up the shards"):
         model.state_dict()
 

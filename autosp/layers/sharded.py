@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import InputError
+from . import guards, registry
 from .partition import VocabGroup, VocabPartition
 
 
@@ -28,6 +29,35 @@ class VocabShardedModule(nn.Module):
         self.partition = VocabPartition.of(vocab_size, self._group.ranks, self._group.rank)
         self.register_state_dict_post_hook(_name_rows)
         self.register_load_state_dict_pre_hook(_take_rows)
+        self._guard()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._guard()  # a copy is watched as well
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # fully_shard comes by here too, with the DTensors that it puts in place of parameters.
+        if isinstance(value, DTensor) and isinstance(value, nn.Parameter) and self._group.name:
+            guards.check_replicas(self._group.name, value.device_mesh.mesh.flatten().tolist(), f"{name} as a DTensor")
+        super().__setattr__(name, value)
+
+    def set_deepspeed_parallelism(self, *_: Any) -> None:
+        """Refuse DeepSpeed's engine, which asks every module that has this method before it touches a parameter.
+
+        Raises:
+            InputError: always, with a tensor-parallel group.
+        """
+        if self._group.name:
+            raise InputError(
+                "DeepSpeed's engine gives every rank the parameters of rank 0 and averages their gradients over all "
+                "ranks, but this head holds other rows of the vocabulary on each; use DistributedDataParallel over "
+                "state.mesh['dp'], or leave vocab_parallel_lm_head out"
+            )
+
+    def _guard(self) -> None:
+        if self._group.name:
+            registry.watch(self)
+            guards.install()
 
     @property
     def tp_group(self) -> str | None:

@@ -1,0 +1,116 @@
+"""Optimizers on sharded rows: an update must be the one that the dense model's rows would get.
+
+Optimizers that treat each element by itself (SGD, Adam) do not see a shard. Those that use norms, whole matrices or
+sums over all parameters (LAMB, Muon, Adafactor, L-BFGS) compute another update on each rank, and what ranks hold alike
+may drift apart. Which kind one is, is found by trying it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from .registry import key, parameter_groups
+
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+)
+_SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_STEPS = 3
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step: refuse an optimizer whose update of some rows depends on the others; each is tried once.
+
+    Raises:
+        InputError: with the name of the optimizer and what to use instead.
+    """
+    if type(optimizer) in _ELEMENTWISE or optimizer in _SEEN:
+        return
+    sharded = parameter_groups()
+    for group in optimizer.param_groups:
+        parameter = next((p for p in group["params"] if key(p) in sharded), None)
+        if parameter is None:
+            continue
+        name = type(optimizer).__name__
+        try:
+            alike = _is_elementwise(optimizer, group, parameter.device)
+        except Exception as error:
+            warnings.warn(
+                f"{name} cannot be tried on small tensors ({type(error).__name__}: {error}), so whether it treats the "
+                "rows of a vocabulary-parallel head as those of a whole one is unknown. If it uses norms or whole "
+                "matrices of parameters, the ranks' updates are wrong",
+                stacklevel=2,
+            )
+            alike = True
+        if not alike:
+            raise InputError(
+                f"{name} updates a row by what is in others (norms, whole matrices, sums over parameters), but a rank "
+                "of a vocabulary-parallel head has its own rows only: the update would not be that of the whole head, "
+                "and weights that all ranks hold could drift apart. Use an optimizer that treats each element by "
+                f"itself (AdamW, SGD) for the parameters of the head; the others may stay with a {name} of their own"
+            )
+        _SEEN.add(optimizer)
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> bool:
+    """Whether some steps move the rows of a small matrix, and another parameter, as they do without the other rows.
+
+    Raises:
+        RuntimeError: nothing moves.
+    """
+    start = [torch.linspace(-1, 1, 12).view(4, 3).to(device), torch.linspace(1, 2, 6).view(2, 3).to(device)]
+    whole = _moved(optimizer, group, start)
+    scale = max(float(value.abs().max()) for value in whole)
+    if not scale > 0:
+        raise RuntimeError("its steps move nothing")
+    for rows in (slice(0, 1), slice(1, 4)):
+        part = _moved(optimizer, group, [start[0][rows], start[1]])
+        expected = (whole[0][rows], whole[1])
+        if any(float((a - b).abs().max()) > 1e-3 * scale for a, b in zip(part, expected, strict=True)):
+            return False
+    return True
+
+
+def _moved(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], start: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """By how much some steps of a new optimizer of the same kind and settings move parameters that start here."""
+    kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    settings = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    if isinstance(settings.get("lr"), (float, torch.Tensor)):
+        settings["lr"] = settings["lr"] * 0 + 0.1  # of a size that shows, whatever a schedule has made of it
+    known = {name: value for name, value in {**optimizer.defaults, **settings}.items() if name in accepted}
+    with torch.random.fork_rng(devices=[start[0].device] if start[0].is_cuda else []):
+        parameters = [torch.nn.Parameter(value.clone()) for value in start]
+        tried = kind([{"params": parameters, **settings}], **known)
+        for step in range(_STEPS):
+            closure = functools.partial(_set_gradients, parameters, 1 + 4 * step)
+            closure()
+            tried.step(closure)
+    return [parameter.detach() - value for parameter, value in zip(parameters, start, strict=True)]
+
+
+def _set_gradients(parameters: Sequence[torch.nn.Parameter], factor: float) -> Any:
+    for parameter in parameters:
+        parameter.grad = torch.cos(7 * parameter.detach()) * factor
+    return parameters[0].new_ones(())
