@@ -187,6 +187,33 @@ def test_optimizers_that_mix_rows_are_refused(ranks: RankPool) -> None:
     ranks.run(optimizers, world_size=2)
 
 
+def scaled(rank_info: Any) -> None:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    model, reference = pair()
+    fill(model, reference)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.head.weight.detach().clone()
+    plain, shared = torch.amp.GradScaler("cpu"), ShardedGradScaler("cpu")
+    for scaler in (plain, shared):
+        scaler.scale(torch.ones(()))  # as a loss would be
+    with pytest.raises(InputError, match="a GradScaler looks for infinities in a rank's own gradients"):
+        plain.step(optimizer)
+    assert torch.equal(before, model.head.weight)
+    fill(model, reference)
+    shared.step(optimizer)
+    assert not torch.equal(before, model.head.weight)
+    others = torch.optim.SGD(toys.build().parameters(), lr=0.1)  # no sharded head, no concern of ours
+    other = torch.amp.GradScaler("cpu")
+    other.scale(torch.ones(()))
+    others.param_groups[0]["params"][0].grad = torch.ones_like(others.param_groups[0]["params"][0])
+    other.step(others)
+
+
+def test_a_scaler_of_one_rank_is_refused(ranks: RankPool) -> None:
+    ranks.run(scaled, world_size=2)
+
+
 def engines(rank_info: Any) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 

@@ -107,6 +107,72 @@ def test_all_models_of_transformers(ranks: RankPool, name: str, backend: str) ->
     ranks.run(train_model, name, backend, world_size=2)
 
 
+def tied_to_a_scaled_table(rank_info: Any, name: str, config: str, backend: str, **settings: Any) -> None:
+    import pickle
+
+    sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=8, vocab_size=131)
+    model = zoo.seeded(lambda: zoo._make(name, config, **{**sizes, **settings}))
+    assert type(model.get_input_embeddings()) is not nn.Embedding
+    reference = copy.deepcopy(model)
+    autosp.initialize(head_config(2, vocab_parallel_embedding=True, vocab_parallel_ce_backend=backend), model=model)
+    table = model.get_input_embeddings()
+    assert isinstance(table, autosp.VocabParallelEmbedding) and table.weight is model.get_output_embeddings().weight
+    batch = zoo.batch(9)
+    against_dense(model, reference, batch)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert type(copied.get_input_embeddings()) is type(table)
+    against_dense(copied, reference, batch)
+    settings = dict(max_new_tokens=3, do_sample=False)
+    assert torch.equal(
+        model.generate(batch["input_ids"], **settings), reference.generate(batch["input_ids"], **settings)
+    )
+    assert all(torch.equal(v, reference.state_dict()[k]) for k, v in autosp.dense_state_dict(model).items())
+
+
+GEMMA = dict(num_key_value_heads=2, intermediate_size=96, head_dim=8)
+
+
+def test_tied_to_a_table_that_scales(ranks: RankPool) -> None:
+    ranks.run(tied_to_a_scaled_table, "GemmaForCausalLM", "GemmaConfig", "torch", **GEMMA, world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "fused_linear"])
+def test_more_tables_that_scale(ranks: RankPool, backend: str) -> None:
+    for name, config, settings in (
+        ("Gemma3ForCausalLM", "Gemma3TextConfig", {**GEMMA, "sliding_window": 8}),
+        (
+            "BioGptForCausalLM",
+            "BioGptConfig",
+            dict(intermediate_size=96, hidden_dropout_prob=0.0, layerdrop=0.0, attention_probs_dropout_prob=0.0),
+        ),
+    ):
+        ranks.run(tied_to_a_scaled_table, name, config, backend, **settings, world_size=2)
+
+
+def methods(rank_info: Any, folder: str) -> None:
+    model = zoo.build("gpt2", n_layer=1, vocab_size=131)
+    reference = copy.deepcopy(model)
+    autosp.initialize(head_config(2, vocab_parallel_embedding=True), model=model)
+    for each in (model, copy.deepcopy(model)):
+        for state in (None, each.state_dict()):
+            with pytest.raises(InputError, match="needs the whole state dict: call state = autosp.dense_state_dict"):
+                each.save_pretrained(folder, state_dict=state)
+        whole = autosp.dense_state_dict(each)
+        if rank_info.rank == 0:
+            each.save_pretrained(folder, state_dict=whole)
+            loaded = type(reference).from_pretrained(folder)
+            assert all(torch.equal(loaded.state_dict()[key], value) for key, value in reference.state_dict().items())
+        with pytest.raises(InputError, match="would cut each rank's rows, .* before autosp.initialize"):
+            each.resize_token_embeddings(140)
+        each.tie_weights()
+        against_dense(each, reference, zoo.batch(9))
+
+
+def test_methods_of_the_model_that_know_of_no_shards(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(methods, str(tmp_path), world_size=2)
+
+
 def save(rank_info: Any, folder: str) -> dict[str, torch.Tensor]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -125,7 +191,7 @@ def save(rank_info: Any, folder: str) -> dict[str, torch.Tensor]:
     return {**dense, "moments": moments}
 
 
-def load(rank_info: Any, folder: str, expected: dict[str, torch.Tensor]) -> None:
+def load(rank_info: Any, folder: str, expected: dict[str, torch.Tensor], saved: str = "") -> None:
     import torch.distributed.checkpoint as dcp
     import transformers
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -137,7 +203,7 @@ def load(rank_info: Any, folder: str, expected: dict[str, torch.Tensor]) -> None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     state = optimizer_state_with_rows(model, get_optimizer_state_dict(model, optimizer))
     loaded = {"model": model.state_dict(), "optimizer": state}
-    dcp.load(loaded, checkpoint_id=folder)
+    dcp.load(loaded, checkpoint_id=folder + saved)
     model.load_state_dict(loaded["model"])
     set_optimizer_state_dict(model, optimizer, optimizer_state_without_rows(loaded["optimizer"]))
     for name, value in autosp.dense_state_dict(model).items():
@@ -147,12 +213,15 @@ def load(rank_info: Any, folder: str, expected: dict[str, torch.Tensor]) -> None
     assert torch.equal(moments, rows(model.lm_head, expected["moments"]) if tp > 1 else expected["moments"])
     dense = transformers.GPT2LMHeadModel.from_pretrained(folder + "/dense")
     assert torch.equal(dense.lm_head.weight, expected["lm_head.weight"])
+    if tp > 1:
+        state = optimizer_state_with_rows(model, get_optimizer_state_dict(model, optimizer))
+        dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=f"{folder}/{tp}")
 
 
 def test_checkpoints_move_between_sizes_and_to_dense_models(ranks: RankPool, tmp_path: Path) -> None:
     expected = ranks.run(save, str(tmp_path), world_size=4)[0]
-    for size in (2, 1):
-        ranks.run(load, str(tmp_path), expected, world_size=size)
+    for size, saved in ((2, ""), (1, ""), (1, "/2")):
+        ranks.run(load, str(tmp_path), expected, saved, world_size=size)
 
 
 class Two(nn.Module):
@@ -163,7 +232,24 @@ class Two(nn.Module):
 
 
 class Scaled(nn.Embedding):
-    pass
+    """As Gemma has it."""
+
+    def __init__(self, *sizes: int, **settings: Any) -> None:
+        super().__init__(*sizes, **settings)
+        self.register_buffer("scale", torch.tensor(3.0))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.scale.to(self.weight.dtype)
+
+
+class ReadsItself(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[ids]
+
+
+class LooksAtAll(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) - self.weight.mean(0)
 
 
 def test_heads_that_are_found() -> None:
@@ -187,9 +273,20 @@ def test_heads_that_are_refused_leave_the_model_untouched() -> None:
     refused(zoo.build("gpt2"), "'lm_head' is tied to 'transformer.wte.weight'")
     tied.embed.max_norm = 1.0
     refused(tied, "an embedding with max_norm", embedding=True)
-    scaled = toys.build(tied=True)
-    scaled.embed = Scaled(*scaled.embed.weight.shape, _weight=scaled.embed.weight)
-    refused(scaled, "expected, got Scaled", embedding=True)
+    for kind, match in (
+        (Scaled, ""),
+        (ReadsItself, "a ReadsItself cannot be sharded over its rows: .* its forward raised IndexError"),
+        (LooksAtAll, "a LooksAtAll cannot be sharded over its rows: its forward reads the table by itself"),
+    ):
+        other = toys.build(tied=True)
+        other.embed = kind(*other.embed.weight.shape, _weight=other.embed.weight)
+        if match:
+            refused(other, match, embedding=True)
+        else:
+            assert plan_lm_head(other, embedding=True).embedding == "embed"
+    watched = toys.build(tied=True)
+    watched.embed.register_forward_hook(lambda *_: None)
+    refused(watched, "the embedding has forward hooks", embedding=True)
     thrice = toys.build(tied=True)
     thrice.positions.weight = thrice.embed.weight
     refused(thrice, r"tied to several modules, \['embed', 'positions'\]", embedding=True)

@@ -170,6 +170,44 @@ def test_the_functional_api_gives_the_same_bits_for_every_loss(ranks: RankPool, 
     assert ranks.run(same_bits, which, world_size=2) == [[], []]
 
 
+class Reads(nn.Module):
+    """What is read along the vocabulary: ids by value, and a loss of every form that has a rule of its own."""
+
+    def __init__(self, toy: nn.Module) -> None:
+        super().__init__()
+        self.toy = toy
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = self.toy.head(self.toy.hidden(input_ids, None, None, None))
+        logp, teacher = torch.log_softmax(logits, -1), torch.log_softmax(logits.detach() * 0.5, -1)
+        top, largest = logits.topk(3, -1), logits.max(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        loss = F.kl_div(logp, teacher, reduction="batchmean", log_target=True) + F.kl_div(logp, teacher.exp())
+        loss = loss + (torch.logsumexp(logits, -1) - 0.1 * entropy + largest.values).mean() + top.values.square().mean()
+        return loss, logits.argmax(-1), top.indices, largest.indices
+
+
+def read_along_the_vocabulary(rank_info: Any, sp: int) -> None:
+    toy = toys.build(vocab=49)
+    reference = Reads(copy.deepcopy(toy))
+    autosp.initialize(config(sp, rank_info.world_size // sp), model=toy)
+    compiled = torch.compile(Reads(toy), backend="autosp")
+    batch = toys.batch(9, vocab=49)
+    (loss, *ids), (expected, *whole) = compiled(**autosp.prepare_batch(batch)), reference(**batch)
+    assert all(torch.equal(full(mine), dense) for mine, dense in zip(ids, whole, strict=True))
+    against_dense(toy, reference.toy, loss, expected)
+
+
+def test_what_is_read_along_the_vocabulary(ranks: RankPool) -> None:
+    ranks.run(read_along_the_vocabulary, 1, world_size=2)
+
+
+@pytest.mark.slow
+def test_what_is_read_along_both_axes(ranks: RankPool) -> None:
+    ranks.run(read_along_the_vocabulary, 2, world_size=4)
+    ranks.run(read_along_the_vocabulary, 1, world_size=4)
+
+
 def run_example(rank_info: Any, name: str) -> tuple[float, float, float]:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None

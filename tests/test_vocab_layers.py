@@ -125,6 +125,8 @@ def test_an_embedding_by_itself(ranks: RankPool) -> None:
 
 
 def operators(rank_info: Any) -> None:
+    import autosp.custom_ops.vocab_softmax  # noqa: F401
+
     torch.manual_seed(0)
     name = dist.group.WORLD.group_name
     x, ids = torch.randn(2, 3, 4, requires_grad=True), torch.tensor([[0, 6, 3]])
@@ -209,6 +211,8 @@ def test_bad_arguments_of_layers_and_losses() -> None:
         autosp.VocabParallelLinear(3, 4, tp_group=3)
     with pytest.raises(InputError, match="a torch.nn.Linear is expected, got Bilinear"):
         autosp.VocabParallelLinear.from_linear(nn.Bilinear(2, 2, 2), None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="a torch.nn.Embedding is expected, got Linear"):
+        autosp.VocabParallelEmbedding.from_embedding(nn.Linear(3, 4), None)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="padding_idx is 9"):
         autosp.VocabParallelEmbedding(4, 2, 9)
     with pytest.raises(InputError, match="reduction is 'avg'"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -65,15 +67,25 @@ class VocabParallelEmbedding(VocabShardedModule):
     def from_embedding(cls, embedding: nn.Embedding, tp_group: Any) -> VocabParallelEmbedding:
         """The layer that holds this rank's rows of ``embedding``, which is left as it is. Not collective.
 
+        A subclass (one that scales its rows, say) keeps its own ``forward`` around the lookup: the layer is an instance
+        of both classes.
+
         Raises:
-            InputError: not exactly a ``torch.nn.Embedding``, or one with ``max_norm``, ``scale_grad_by_freq`` or
-                ``sparse``, which look at the whole table or batch at once.
+            InputError: no ``torch.nn.Embedding``, one with ``max_norm``, ``scale_grad_by_freq`` or ``sparse``, which
+                look at the whole table or batch at once, or a subclass that reads its table by itself.
         """
         check_embedding(embedding)
-        weight = embedding.weight
-        layer = cls(weight.shape[0], weight.shape[1], embedding.padding_idx, tp_group, device="meta")
+        layer = _sharded_copy(embedding)
+        layer._shard(embedding.weight.shape[0], tp_group)
         layer.take_rows_of(embedding)
-        return layer.train(embedding.training)
+        return layer
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = type(self)
+        if kind is VocabParallelEmbedding:
+            return super().__reduce_ex__(protocol)
+        # The class of a layer of a subclass is made at run time, so a pickle names what it is made from.
+        return _empty, (kind.__bases__[0],), self.__dict__.copy()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``[*ids.shape, embedding_dim]`` of integer ``ids``, the same on every rank."""
@@ -88,10 +100,71 @@ class VocabParallelEmbedding(VocabShardedModule):
 
 def check_embedding(embedding: nn.Module) -> None:
     """Refuse what `VocabParallelEmbedding` does not compute; see `VocabParallelEmbedding.from_embedding`."""
-    if type(embedding) is not nn.Embedding:
-        raise InputError(
-            f"a torch.nn.Embedding is expected, got {type(embedding).__name__}, which may compute otherwise"
-        )
+    if not isinstance(embedding, nn.Embedding) or isinstance(embedding, VocabParallelEmbedding):
+        raise InputError(f"a torch.nn.Embedding is expected, got {type(embedding).__name__}")
     given = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(embedding, name)]
     if given:
         raise InputError(f"an embedding with {', '.join(given)} cannot be sharded over its rows; set it off")
+    if embedding._forward_hooks or embedding._forward_pre_hooks:
+        raise InputError("the embedding has forward hooks, which would be lost; register them afterwards")
+    if type(embedding) is not nn.Embedding:
+        _check_subclass(embedding)
+
+
+class _Lookup(nn.Embedding):
+    """In place of ``nn.Embedding`` below a subclass: a lookup in a table that the subclass does not see."""
+
+    table: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.embedding(input, self.table, self.padding_idx)
+
+
+def _check_subclass(embedding: nn.Embedding) -> None:
+    """Refuse a subclass that gets its rows otherwise than from ``super().forward``: tried on a small table."""
+    kind, weight = type(embedding), embedding.weight
+    table = torch.linspace(-1, 1, 8 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(8, -1)
+    ids = torch.arange(8, device=weight.device).view(2, 4)
+    padding = None if embedding.padding_idx is None else embedding.padding_idx % 8
+    whole = _copied(embedding, kind)
+    blind: Any = _copied(embedding, type(kind.__name__, (kind, _Lookup), {}))
+    whole.weight = nn.Parameter(table.clone())
+    blind.weight, blind.table = nn.Parameter(table[:1] * float("nan")), table
+    whole.padding_idx = blind.padding_idx = padding
+    try:
+        with torch.no_grad():
+            alike = bool((whole.forward(ids) == blind.forward(ids)).all())
+    except Exception as error:
+        raise InputError(
+            f"a {kind.__name__} cannot be sharded over its rows: tried on a small table, its forward raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not alike:
+        raise InputError(
+            f"a {kind.__name__} cannot be sharded over its rows: its forward reads the table by itself; let it get its "
+            "rows from super().forward(ids)"
+        )
+
+
+@functools.cache
+def _sharded_kind(kind: type) -> type:
+    """A class whose ``forward`` is that of ``kind`` around the lookup of `VocabParallelEmbedding`."""
+    if kind is nn.Embedding:
+        return VocabParallelEmbedding
+    return type(f"VocabParallel{kind.__name__}", (kind, VocabParallelEmbedding, nn.Embedding), {})
+
+
+def _sharded_copy(embedding: nn.Embedding) -> Any:
+    return _copied(embedding, _sharded_kind(type(embedding)))
+
+
+def _empty(kind: type) -> Any:
+    made = _sharded_kind(kind)
+    return made.__new__(made)
+
+
+def _copied(module: nn.Module, kind: type) -> Any:
+    """A module of another class with the attributes of ``module`` and dictionaries of its own."""
+    made = kind.__new__(kind)
+    made.__dict__.update({k: copy.copy(v) if isinstance(v, (dict, set)) else v for k, v in module.__dict__.items()})
+    return made

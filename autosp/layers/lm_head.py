@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import InputError
+from . import methods
 from .deferred import DeferredLogits
 from .embedding import VocabParallelEmbedding, check_embedding
 from .linear import VocabParallelLinear, is_vocab_sharded
@@ -64,6 +65,8 @@ def shard_lm_head(
         warnings.warn("vocab_parallel_embedding has no effect: the LM head is not tied to an embedding", stacklevel=3)
     _put(model, plan.name, new)
     _install_loss(model, new.deferred)
+    if group.name:
+        methods.install(model)
     model.register_forward_hook(_finish_outputs, with_kwargs=True)
     return plan
 

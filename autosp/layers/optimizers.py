@@ -33,22 +33,55 @@ _ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-_SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_SEEN: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 _STEPS = 3
+_FRAMES = 16
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before a step: refuse an optimizer whose update of some rows depends on the others; each is tried once.
+    """Before a step on sharded rows: refuse an optimizer whose update of some rows depends on the others (each is tried
+    once), and a step that this rank alone might take.
 
     Raises:
         InputError: with the name of the optimizer and what to use instead.
     """
-    if type(optimizer) in _ELEMENTWISE or optimizer in _SEEN:
-        return
-    sharded = parameter_groups()
+    if optimizer not in _SEEN:
+        _SEEN[optimizer] = _has_rows_treated_alike(optimizer)
+    if _SEEN[optimizer] and _is_under_a_scaler_of_one_rank():
+        raise InputError(
+            "a GradScaler looks for infinities in a rank's own gradients, but ranks that share a vocabulary have other "
+            "rows, so one might skip a step that the others take. Train in bfloat16, or use torch.distributed.fsdp."
+            "sharded_grad_scaler.ShardedGradScaler, which asks all ranks"
+        )
+
+
+def _is_under_a_scaler_of_one_rank() -> bool:
+    """Whether ``GradScaler.step`` called the step: torch tells an optimizer nothing of it."""
+    frame = inspect.currentframe()
+    for _ in range(_FRAMES):
+        frame = None if frame is None else frame.f_back
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "step" and isinstance(scaler := frame.f_locals.get("self"), torch.amp.GradScaler):
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            return not isinstance(scaler, ShardedGradScaler)
+    return False
+
+
+def _has_rows_treated_alike(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has sharded rows, each element of which it treats by itself.
+
+    Raises:
+        InputError: it has some, and mixes them.
+    """
+    sharded, found = parameter_groups(), False
     for group in optimizer.param_groups:
         parameter = next((p for p in group["params"] if key(p) in sharded), None)
         if parameter is None:
+            continue
+        found = True
+        if type(optimizer) in _ELEMENTWISE:
             continue
         name = type(optimizer).__name__
         try:
@@ -58,7 +91,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 f"{name} cannot be tried on small tensors ({type(error).__name__}: {error}), so whether it treats the "
                 "rows of a vocabulary-parallel head as those of a whole one is unknown. If it uses norms or whole "
                 "matrices of parameters, the ranks' updates are wrong",
-                stacklevel=2,
+                stacklevel=4,
             )
             alike = True
         if not alike:
@@ -68,7 +101,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 "and weights that all ranks hold could drift apart. Use an optimizer that treats each element by "
                 f"itself (AdamW, SGD) for the parameters of the head; the others may stay with a {name} of their own"
             )
-        _SEEN.add(optimizer)
+    return found
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> bool:

@@ -25,6 +25,10 @@ class VocabShardedModule(nn.Module):
 
     def __init__(self, vocab_size: int, tp_group: Any) -> None:
         super().__init__()
+        self._shard(vocab_size, tp_group)
+
+    def _shard(self, vocab_size: int, tp_group: Any) -> None:
+        """Make this module, which is one already, hold rows of a vocabulary."""
         self._group = tp_group if isinstance(tp_group, VocabGroup) else VocabGroup(tp_group)
         self.partition = VocabPartition.of(vocab_size, self._group.ranks, self._group.rank)
         self.register_state_dict_post_hook(_name_rows)
