@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm  # names that are here before anything is sharded
 
 import autosp
-from autosp.errors import InputError
+from autosp.errors import InputError, InternalError
 from autosp.layers.optimizers import check_optimizer
 
 
@@ -110,6 +110,14 @@ def test_norms_of_gradients(ranks: RankPool) -> None:
     ranks.run(total_norms, world_size=2)
 
 
+def test_a_torch_that_is_made_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autosp.layers import clip
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda tensors: tensors)
+    with pytest.raises(InternalError, match="is not made as autosp knows it"):
+        clip.install()
+
+
 def accelerated(rank_info: Any) -> None:
     from accelerate import Accelerator
 
@@ -185,6 +193,53 @@ def optimizers(rank_info: Any) -> None:
 
 def test_optimizers_that_mix_rows_are_refused(ranks: RankPool) -> None:
     ranks.run(optimizers, world_size=2)
+
+
+def compiled_steps(rank_info: Any) -> None:
+    model, reference = pair()
+    fill(model, reference)
+    other = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    optimizer, mixing = torch.optim.AdamW(model.parameters(), lr=0.1), Lamb(model.parameters())
+    step, mixing_step = (torch.compile(each.step, backend="eager") for each in (optimizer, mixing))
+    with pytest.raises(InputError, match="Lamb updates a row by what is in others"):
+        mixing_step()
+    for _ in range(2):
+        step()
+        other.step()
+    for name, whole in reference.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), own_rows(model, name, whole))
+    clip = torch.compile(clip_grad_norm_, backend="eager")
+    torch.testing.assert_close(clip([*model.parameters()], 0.5), clip_grad_norm_(reference.parameters(), 0.5))
+    alike(model, reference)
+
+
+@pytest.mark.slow
+def test_compiled_steps_and_clipping(ranks: RankPool) -> None:
+    ranks.run(compiled_steps, world_size=2)
+
+
+def early(rank_info: Any) -> None:
+    model = toys.build(tied=True)
+    optimizer, others = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.attention.parameters())
+    autosp.initialize(head_config(2, vocab_parallel_embedding=True), model=model)
+    with pytest.raises(InputError, match="this AdamW holds the whole LM head that the model had before it was sharded"):
+        optimizer.step()
+    others.step()
+    later = torch.optim.AdamW(model.attention.parameters())
+    later.step()
+    later.add_param_group({"params": [model.head.weight]})
+    later.step()
+    mixing = Lamb(model.attention.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    mixing.step()
+    mixing.add_param_group({"params": [model.head.weight]})
+    with pytest.raises(InputError, match="Lamb updates a row by what is in others"):
+        mixing.step()
+
+
+def test_an_optimizer_of_the_whole_head_is_refused(ranks: RankPool) -> None:
+    ranks.run(early, world_size=2)
 
 
 def scaled(rank_info: Any) -> None:

@@ -170,6 +170,30 @@ def test_the_functional_api_gives_the_same_bits_for_every_loss(ranks: RankPool, 
     assert ranks.run(same_bits, which, world_size=2) == [[], []]
 
 
+def not_fused(rank_info: Any) -> str:
+    import logging
+
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    sizes = {**zoo._GQA, "num_hidden_layers": 1, "logits_scaling": 3.0, "tie_word_embeddings": False}
+    model = zoo.seeded(lambda: zoo._make("GraniteForCausalLM", "GraniteConfig", **sizes))
+    reference = copy.deepcopy(model)
+    autosp.initialize(config(backend="fused_linear"), model=model)
+    logging.getLogger("autosp").addHandler(handler)
+    batch = zoo.batch(9)
+    out = torch.compile(model, backend="autosp")(**autosp.prepare_batch(batch))
+    logging.getLogger("autosp").removeHandler(handler)
+    against_dense(model, reference, out.loss, reference(**batch).loss)
+    return "\n".join(heard)
+
+
+@pytest.mark.slow
+def test_logits_that_exist_against_the_setting_are_told_of(ranks: RankPool) -> None:
+    for heard in ranks.run(not_fused, world_size=2):
+        assert "but this rank's part of the logits exists: the loss at" in heard and "is no linear layer" in heard
+
+
 class Reads(nn.Module):
     """What is read along the vocabulary: ids by value, and a loss of every form that has a rule of its own."""
 
@@ -319,5 +343,5 @@ def test_three_steps_of_a_model_of_transformers(ranks: RankPool) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "opt"])
 def test_models(ranks: RankPool, name: str, backend: str) -> None:
     changes = {} if name in ("gpt2", "opt") else {"tie_word_embeddings": False}
-    ranks.run(run_model, name, 2, 9, backend, world_size=4, vocab_size=131, **changes)
-    ranks.run(run_model, name, 1, 9, backend, world_size=4, vocab_size=131, **changes)
+    ranks.run(run_model, name, 2, 9, backend, world_size=4, timeout=300, vocab_size=131, **changes)
+    ranks.run(run_model, name, 1, 9, backend, world_size=4, timeout=300, vocab_size=131, **changes)

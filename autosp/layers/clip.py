@@ -58,7 +58,9 @@ def install() -> None:
         )
     original = cells["func"].cell_contents
     if not hasattr(original, "_counts_sharded_rows"):
-        cells["func"].cell_contents = _counting_sharded_rows(original)
+        counting = torch.compiler.disable(_counting_sharded_rows(original), reason="autosp counts sharded rows")
+        counting._counts_sharded_rows = True
+        cells["func"].cell_contents = counting
 
 
 def _counting_sharded_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -89,7 +91,6 @@ def _counting_sharded_rows(original: Callable[..., torch.Tensor]) -> Callable[..
             original([total], p, True, False)  # raises what torch raises
         return total
 
-    get_total_norm._counts_sharded_rows = True  # type: ignore[attr-defined]
     return get_total_norm
 
 

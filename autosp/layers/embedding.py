@@ -81,7 +81,7 @@ class VocabParallelEmbedding(VocabShardedModule):
         return layer
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        kind = type(self)
+        kind: Any = type(self)
         if kind is VocabParallelEmbedding:
             return super().__reduce_ex__(protocol)
         # The class of a layer of a subclass is made at run time, so a pickle names what it is made from.
@@ -122,7 +122,8 @@ class _Lookup(nn.Embedding):
 
 def _check_subclass(embedding: nn.Embedding) -> None:
     """Refuse a subclass that gets its rows otherwise than from ``super().forward``: tried on a small table."""
-    kind, weight = type(embedding), embedding.weight
+    kind: Any = type(embedding)
+    weight = embedding.weight
     table = torch.linspace(-1, 1, 8 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(8, -1)
     ids = torch.arange(8, device=weight.device).view(2, 4)
     padding = None if embedding.padding_idx is None else embedding.padding_idx % 8
@@ -147,7 +148,7 @@ def _check_subclass(embedding: nn.Embedding) -> None:
 
 
 @functools.cache
-def _sharded_kind(kind: type) -> type:
+def _sharded_kind(kind: Any) -> Any:
     """A class whose ``forward`` is that of ``kind`` around the lookup of `VocabParallelEmbedding`."""
     if kind is nn.Embedding:
         return VocabParallelEmbedding
@@ -155,15 +156,16 @@ def _sharded_kind(kind: type) -> type:
 
 
 def _sharded_copy(embedding: nn.Embedding) -> Any:
-    return _copied(embedding, _sharded_kind(type(embedding)))
+    kind: Any = type(embedding)
+    return _copied(embedding, _sharded_kind(kind))
 
 
-def _empty(kind: type) -> Any:
+def _empty(kind: Any) -> Any:
     made = _sharded_kind(kind)
     return made.__new__(made)
 
 
-def _copied(module: nn.Module, kind: type) -> Any:
+def _copied(module: nn.Module, kind: Any) -> Any:
     """A module of another class with the attributes of ``module`` and dictionaries of its own."""
     made = kind.__new__(kind)
     made.__dict__.update({k: copy.copy(v) if isinstance(v, (dict, set)) else v for k, v in module.__dict__.items()})

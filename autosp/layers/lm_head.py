@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import InputError
-from . import methods
+from . import methods, registry
 from .deferred import DeferredLogits
 from .embedding import VocabParallelEmbedding, check_embedding
 from .linear import VocabParallelLinear, is_vocab_sharded
@@ -205,6 +205,7 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
+    registry.replace(model.get_submodule(name))
     setattr(model.get_submodule(parent), child, module)
 
 

@@ -39,7 +39,8 @@ class SaveWhole:
                 "call state = autosp.dense_state_dict(model) on every rank, then "
                 "model.save_pretrained(path, state_dict=state) on one"
             )
-        return type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
+        kind: Any = type(self.model)
+        return kind.save_pretrained(self.model, save_directory, *args, **kwargs)
 
 
 class Refused:

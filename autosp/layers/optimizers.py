@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError
+from . import registry
 from .registry import key, parameter_groups
 
 _ELEMENTWISE = (
@@ -33,7 +34,8 @@ _ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-_SEEN: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+# Of each optimizer: when it was looked at, and whether it has sharded rows.
+_SEEN: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], bool]] = weakref.WeakKeyDictionary()
 _STEPS = 3
 _FRAMES = 16
 
@@ -45,13 +47,23 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     Raises:
         InputError: with the name of the optimizer and what to use instead.
     """
-    if optimizer not in _SEEN:
-        _SEEN[optimizer] = _has_rows_treated_alike(optimizer)
-    if _SEEN[optimizer] and _is_under_a_scaler_of_one_rank():
+    stamp = registry.version(), len(optimizer.param_groups)
+    if _SEEN.get(optimizer, ((), False))[0] != stamp:
+        _check_for_replaced(optimizer)
+        _SEEN[optimizer] = stamp, _has_rows_treated_alike(optimizer)
+    if _SEEN[optimizer][1] and _is_under_a_scaler_of_one_rank():
         raise InputError(
             "a GradScaler looks for infinities in a rank's own gradients, but ranks that share a vocabulary have other "
             "rows, so one might skip a step that the others take. Train in bfloat16, or use torch.distributed.fsdp."
             "sharded_grad_scaler.ShardedGradScaler, which asks all ranks"
+        )
+
+
+def _check_for_replaced(optimizer: torch.optim.Optimizer) -> None:
+    if any(registry.was_replaced(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise InputError(
+            f"this {type(optimizer).__name__} holds the whole LM head that the model had before it was sharded, so the "
+            "new one would never be trained; make the optimizer after autosp.initialize(config, model=model)"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,37 @@ if TYPE_CHECKING:
 
 # Weak, so that nothing is kept alive; a layer, not its parameters, since those are replaced and copied.
 _LAYERS: weakref.WeakSet[VocabShardedModule] = weakref.WeakSet()
+# Whole parameters that a model had before its head was sharded; an optimizer may hold them still.
+_REPLACED: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+_changes = itertools.count(1)
+_version = 0
 
 
 def watch(layer: VocabShardedModule) -> None:
     """Remember a layer whose rows are sharded over more than this rank."""
     _LAYERS.add(layer)
+    _renew()
+
+
+def replace(module: torch.nn.Module) -> None:
+    """Remember the parameters of a layer in whose place a sharded one stands."""
+    _REPLACED.update({id(parameter): parameter for parameter in module.parameters()})
+    _renew()
+
+
+def was_replaced(parameter: torch.Tensor) -> bool:
+    """Whether a model had this parameter before its head was sharded."""
+    return _REPLACED.get(id(parameter)) is parameter
+
+
+def version() -> int:
+    """Another number whenever what is known here has changed."""
+    return _version
+
+
+def _renew() -> None:
+    global _version
+    _version = next(_changes)
 
 
 def sharded_rows() -> Iterator[tuple[torch.nn.Parameter, str]]:

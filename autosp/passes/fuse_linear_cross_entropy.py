@@ -58,13 +58,16 @@ def fuse_linear_cross_entropy_pass(
     Requires: a captured graph, the fused operator registered.
     Ensures: the logits of a fused loss are not made. With ``mode="always"`` logits that the model only returns are
     None in its output; with ``"auto"`` logits that are returned keep the loss unfused; ``"never"`` changes nothing.
-    Refuses: nothing; a loss of another form (class weights, soft targets, per-token losses) stays as it is.
+    Refuses: nothing; a loss of another form (class weights, soft targets, per-token losses) stays as it is, with a
+    warning beside a sharded head whose logits are not to exist (``vocabulary_mode="always"``).
     """
     modes = {aten.linear.default: mode, _vocab_linear(): vocabulary_mode or mode}
     if set(modes.values()) == {"never"}:
         return gm
     losses = [node for node in gm.graph.nodes if node.target is aten.cross_entropy_loss.default]
     matches = [match for loss in losses if (match := _fitting(loss, modes)) is not None]
+    if vocabulary_mode == "always":
+        _tell_of_logits(gm, losses)
     for match in matches:
         _fuse(gm, match, fake_mode, memory)
     if matches:
@@ -94,6 +97,16 @@ def _fitting(loss: fx.Node, modes: dict[Any, str]) -> _Match | None:
     loss.meta[FUSION] = said
     log.info("cross entropy %s: %s", user_location(loss) or loss.name, said)
     return match
+
+
+def _tell_of_logits(gm: fx.GraphModule, losses: Sequence[fx.Node]) -> None:
+    """Warn of losses that stay apart from a sharded head although its logits are not to exist."""
+    apart = [loss for loss in losses if "not fused" in loss.meta.get(FUSION, "")]
+    if apart and any(node.target is _vocab_linear() for node in gm.graph.nodes):
+        log.warning(
+            "vocab_parallel_ce_backend is 'fused_linear', but this rank's part of the logits exists: %s",
+            "; ".join(f"the loss at {user_location(loss) or loss.name} is {loss.meta[FUSION]}" for loss in apart),
+        )
 
 
 def _match(loss: fx.Node) -> _Match:
