@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,9 @@ def train_model(rank_info: Any, name: str, backend: str) -> None:
     reference = copy.deepcopy(model)
     tied = name == "gpt2"
     extra = {"vocab_parallel_embedding": True} if tied else {}
-    autosp.initialize(head_config(2, vocab_parallel_ce_backend=backend, **extra), model=model)
+    own_loss = pytest.warns(UserWarning, match="BertForMaskedLM computes its loss in its own forward")
+    with own_loss if name == "bert" else contextlib.nullcontext():
+        autosp.initialize(head_config(2, vocab_parallel_ce_backend=backend, **extra), model=model)
     if tied:
         assert model.lm_head.weight is model.transformer.wte.weight
     batch = zoo.batch(9)
@@ -98,6 +101,22 @@ def train_model(rank_info: Any, name: str, backend: str) -> None:
 @pytest.mark.parametrize(("name", "backend"), [("llama", "torch"), ("gpt2", "torch"), ("gemma2", "fused_linear")])
 def test_models_of_transformers(ranks: RankPool, name: str, backend: str) -> None:
     ranks.run(train_model, name, backend, world_size=2)
+
+
+def few_ids(rank_info: Any, name: str, backend: str) -> None:
+    settings = dict(n_layer=1) if name == "gpt2" else dict(num_hidden_layers=1, tie_word_embeddings=False)
+    for vocab in (5, 1):
+        model = zoo.build(name, vocab_size=vocab, pad_token_id=0, bos_token_id=0, eos_token_id=0, **settings)
+        reference = copy.deepcopy(model)
+        extra = {"vocab_parallel_embedding": True} if name == "gpt2" else {}
+        autosp.initialize(head_config(4, vocab_parallel_ce_backend=backend, **extra), model=model)
+        ids = zoo.batch(9)["input_ids"] % vocab
+        against_dense(model, reference, {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.parametrize(("name", "backend"), [("llama", "torch"), ("gpt2", "fused_linear")])
+def test_ranks_without_an_id(ranks: RankPool, name: str, backend: str) -> None:
+    ranks.run(few_ids, name, backend, world_size=4)
 
 
 @pytest.mark.slow
@@ -247,6 +266,12 @@ class ReadsItself(nn.Embedding):
         return self.weight[ids]
 
 
+class Learned(Scaled):
+    def __init__(self, *sizes: int, **settings: Any) -> None:
+        super().__init__(*sizes, **settings)
+        self.gain = nn.Parameter(torch.ones(sizes[0]))
+
+
 class LooksAtAll(nn.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids) - self.weight.mean(0)
@@ -276,6 +301,7 @@ def test_heads_that_are_refused_leave_the_model_untouched() -> None:
     for kind, match in (
         (Scaled, ""),
         (ReadsItself, "a ReadsItself cannot be sharded over its rows: .* its forward raised IndexError"),
+        (Learned, r"a Learned has parameters beside its table, \['gain'\]"),
         (LooksAtAll, "a LooksAtAll cannot be sharded over its rows: its forward reads the table by itself"),
     ):
         other = toys.build(tied=True)

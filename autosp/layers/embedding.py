@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from ..custom_ops.vocab_linear import vocab_embedding
@@ -107,7 +108,11 @@ def check_embedding(embedding: nn.Module) -> None:
         raise InputError(f"an embedding with {', '.join(given)} cannot be sharded over its rows; set it off")
     if embedding._forward_hooks or embedding._forward_pre_hooks:
         raise InputError("the embedding has forward hooks, which would be lost; register them afterwards")
-    if type(embedding) is not nn.Embedding:
+    own = [name for name, _ in embedding.named_parameters() if name != "weight"]
+    if own:
+        raise InputError(f"a {type(embedding).__name__} has parameters beside its table, {own}, and cannot be sharded")
+    # A fake table (a plan of a model that is not there) has nothing to be tried with, and computes nothing.
+    if type(embedding) is not nn.Embedding and not isinstance(embedding.weight, FakeTensor):
         _check_subclass(embedding)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,14 @@ def shard_lm_head(
     plan = plan_lm_head(model, embedding=embedding)
     head = model.get_submodule(plan.name)
     new = VocabParallelLinear.from_linear(head, group, output=output)  # type: ignore[arg-type]
-    new.deferred = ce_backend == "fused_linear" and output == "dtensor"
+    if group.name and output == "dtensor" and _computes_its_loss_itself(model):
+        warnings.warn(
+            f"{type(model).__name__} computes its loss in its own forward, with operators that know of no shards: "
+            'without the compiler its logits are gathered; torch.compile(model, backend="autosp") keeps them sharded',
+            stacklevel=3,
+        )
+        new.output = "full"
+    new.deferred = ce_backend == "fused_linear" and new.output == "dtensor"
     if plan.embedding is not None:
         table = VocabParallelEmbedding.from_embedding(model.get_submodule(plan.embedding), group)  # type: ignore[arg-type]
         new.weight = table.weight
@@ -207,6 +215,14 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     registry.replace(model.get_submodule(name))
     setattr(model.get_submodule(parent), child, module)
+
+
+def _computes_its_loss_itself(model: nn.Module) -> bool:
+    """Whether a transformers model takes labels and never looks at the ``loss_function`` that is exchanged."""
+    if not isinstance(getattr(type(model), "loss_function", None), property):
+        return False
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return code is not None and "labels" in code.co_varnames and "loss_function" not in code.co_names
 
 
 def _install_loss(model: Any, fused: bool) -> None:

@@ -202,7 +202,7 @@ class HeadLoss:
             raise InputError(_LOGITS_EXIST)
         else:
             columns, group, start, end = local_part(logits)
-            rows = columns.reshape(-1, columns.shape[-1])
+            rows = columns.flatten(0, -2)  # a shard may have no columns
             target = target.reshape(-1).to(rows.device)
             loss = vocab_parallel_cross_entropy(rows, target, group.name, None, start, end, ignore_index, reduction)
         return divided(loss, num_items_in_batch)
