@@ -72,7 +72,10 @@ def _forward(ring: _Ring, q: Tensor, k: Tensor, v: Tensor, leaves: Sequence[Tens
     return out.to(q.dtype), lse
 
 
-def _backward(ring: _Ring, grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor], leaves: Sequence[Tensor]):
+def _backward(
+    ring: _Ring, grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor], leaves: Sequence[Tensor],
+    wanted: Sequence[bool],
+):  # fmt: skip
     q, k, v, out, lse = saved
     own_types = k.dtype, v.dtype
     dq, dk, dv, leaf_grads = None, None, None, None
@@ -82,7 +85,7 @@ def _backward(ring: _Ring, grad: Tensor, grad_lse: Tensor | None, saved: Sequenc
             k, v = ring.pass_on(k, v) if k.dtype == v.dtype else (*ring.pass_on(k), *ring.pass_on(v))
             dk, dv = ring.pass_on(dk, dv)
         part = torch.ops.autosp.block_attention_backward(
-            grad, grad_lse, q, k, v, out, lse, leaves, *ring.settings(step)
+            grad, grad_lse, q, k, v, out, lse, leaves, *ring.settings(step), list(wanted)
         )
         found = [x.to(lse.dtype) for x in part]
         dq = found[0] if dq is None else dq + found[0]
@@ -106,8 +109,9 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad, grad_lse):
         saved, leaves = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         grad = torch.zeros_like(saved[3]) if grad is None else grad
-        dq, dk, dv, leaf_grads = _backward(ctx.ring, grad, grad_lse, saved, leaves)
-        grads = [g.to(x.dtype) if x.is_floating_point() else None for g, x in zip(leaf_grads, leaves, strict=True)]
+        wanted = ctx.needs_input_grad[4:]
+        dq, dk, dv, leaf_grads = _backward(ctx.ring, grad, grad_lse, saved, leaves, wanted)
+        grads = [g.to(x.dtype) if want else None for g, x, want in zip(leaf_grads, leaves, wanted, strict=True)]
         return None, dq, dk, dv, *grads
 
 

@@ -33,6 +33,7 @@ class Problem:
         origin: first batch row, first head, position of the first query row, position of the first key row.
         sizes: number of queries and of keys of the whole attention; rows beyond are padding.
         bounds: ``query - key`` of what is visible lies in ``[bounds[0], bounds[1]]``.
+        text: the program as it was given.
     """
 
     leaves: Sequence[Tensor]
@@ -42,10 +43,11 @@ class Problem:
     origin: Sequence[int]
     sizes: Sequence[int]
     bounds: Sequence[int]
+    text: str = ""
 
     @classmethod
     def of(cls, leaves, numbers, program, scale, origin, sizes, bounds) -> Problem:
-        return cls(leaves, numbers, parse(program), scale, origin, sizes, bounds)
+        return cls(leaves, numbers, parse(program), scale, origin, sizes, bounds, program)
 
     @property
     def has_scores(self) -> bool:
@@ -68,7 +70,7 @@ class Chunk:
     hidden: Tensor | None
 
 
-def _positions(first: int, start: int, stop: int, size: int, device: torch.device) -> Tensor:
+def positions(first: int, start: int, stop: int, size: int, device: torch.device) -> Tensor:
     """Positions of local rows; padding rows get those of the nearest real one, so that what they compute is finite."""
     return (torch.arange(start, stop, device=device) + first).clamp(0, max(size - 1, 0))
 
@@ -84,7 +86,7 @@ def chunks(problem: Problem, q: Tensor, k: Tensor) -> Iterator[Chunk]:
     step = max(1, min(rows, elements // max(1, batch * heads * k.shape[2])))
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        queries = _positions(q0, first, last, problem.sizes[0], q.device)
+        queries = positions(q0, first, last, problem.sizes[0], q.device)
         nearest = max(0, min(first + q0, problem.sizes[0] - 1)), max(0, min(last - 1 + q0, problem.sizes[0] - 1))
         start = max(first_key, nearest[0] - high - k0)
         stop = min(last_key, nearest[1] - low + 1 - k0)
@@ -176,9 +178,10 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 
 def backward(
-    problem: Problem, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of q, k, v and of every floating-point leaf (empty tensors for the others).
+    problem: Problem, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Gradients of q, k, v and of every leaf that is wanted (empty tensors for the others).
 
     ``out`` and ``lse`` may be those of more keys than ``k`` holds: the result is then the share of these keys.
     """
@@ -189,16 +192,16 @@ def backward(
     if grad_lse is not None:
         delta = delta - grad_lse.to(wide)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-    leaf_grads = [x.new_zeros(x.shape) if x.is_floating_point() else x.new_empty(0) for x in problem.leaves]
+    leaf_grads = [x.new_zeros(x.shape if want else 0) for x, want in zip(problem.leaves, wanted, strict=True)]
     for chunk in chunks(problem, q, k):
         if chunk.start == chunk.stop or q.numel() == 0:
             continue
-        _chunk_backward(problem, chunk, (q, k, v, grad, delta, lse), (dq, dk, dv), leaf_grads)
+        _chunk_backward(problem, chunk, (q, k, v, grad, delta, lse), (dq, dk, dv), leaf_grads, wanted)
     return dq.to(dtypes[0]), dk.to(dtypes[1]), dv.to(dtypes[2]), leaf_grads
 
 
 @contextlib.contextmanager
-def _recorded() -> Iterator[None]:
+def recorded() -> Iterator[None]:
     """Autograd records here, inside of an operator's implementation, where the dispatcher leaves it out."""
     keys = torch._C.DispatchKey
     with contextlib.ExitStack() as stack:
@@ -214,15 +217,16 @@ def _chunk_backward(
     saved: tuple[Tensor, ...],
     grads: tuple[Tensor, Tensor, Tensor],
     leaf_grads: list[Tensor],
+    wanted: Sequence[bool],
 ) -> None:
     q, k, v, grad, delta, lse = saved
     rows, keys, groups = slice(chunk.first, chunk.last), slice(chunk.start, chunk.stop), k.shape[1]
     raw = raw_scores(problem, q, k, chunk)
     leaves = list(problem.leaves)
-    with _recorded() if problem.has_scores else contextlib.nullcontext():
+    with recorded() if problem.has_scores else contextlib.nullcontext():
         if problem.has_scores:
             raw.requires_grad_()
-            leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in leaves]
+            leaves = [x.detach().requires_grad_() if want else x for x, want in zip(leaves, wanted, strict=True)]
         scores = changed_scores(problem, chunk, raw, leaves)
     weights = _probabilities(scores.detach(), lse[:, :, rows])
     upstream = _grouped(grad[:, :, rows], groups)
@@ -230,11 +234,11 @@ def _chunk_backward(
     product = (upstream @ v[:, :, keys].transpose(-1, -2)).view(weights.shape)
     change = weights * (product - delta[:, :, rows].unsqueeze(-1))
     if problem.has_scores:
-        wanted = [x for x in leaves if x.is_floating_point()]
-        with _recorded():
-            change, *found = torch.autograd.grad(scores, [raw, *wanted], change, allow_unused=True)
+        sources = [x for x, want in zip(leaves, wanted, strict=True) if want]
+        with recorded():
+            change, *found = torch.autograd.grad(scores, [raw, *sources], change, allow_unused=True)
         change = torch.zeros_like(raw) if change is None else change
-        places = [place for place, x in zip(leaf_grads, leaves, strict=True) if x.is_floating_point()]
+        places = [place for place, want in zip(leaf_grads, wanted, strict=True) if want]
         for place, value in zip(places, found, strict=True):
             if value is not None:
                 place += value

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import blocks, flash
+from . import blocks, flash, fused
 
 
 @torch.library.custom_op("autosp::block_attention", mutates_args=())
@@ -40,6 +40,8 @@ def block_attention(
     part = flash.band(problem, q.shape[2], k.shape[2]) if flash.serves(problem, q, k, v) else None
     if part is not None:
         return flash.forward(problem, part, q, k, v)
+    if not fused.refusal(problem, q, k, v):
+        return fused.forward(problem, q, k, v)
     with torch.autocast(q.device.type, enabled=False):
         return blocks.forward(problem, q, k, v)
 
@@ -55,24 +57,26 @@ def _(q, k, v, leaves, numbers, program, scale, origin, sizes, bounds):
 def block_attention_backward(
     grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     leaves: Sequence[Tensor], numbers: Sequence[int], program: str, scale: float, origin: Sequence[int],
-    sizes: Sequence[int], bounds: Sequence[int],
+    sizes: Sequence[int], bounds: Sequence[int], wanted: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """``[dq, dk, dv, one gradient a leaf]``, empty for leaves that are no floating-point numbers.
+    """``[dq, dk, dv, one gradient a leaf]``, empty for leaves that are not ``wanted``.
 
     ``out`` and ``lse`` may be those of all keys while ``k`` holds a part of them: dq is then that part's share.
     """
     problem = blocks.Problem.of(leaves, numbers, program, scale, origin, sizes, bounds)
     part = flash.band(problem, q.shape[2], k.shape[2]) if flash.serves(problem, q, k, v) else None
     if part is not None and grad_lse is None:
-        return [*flash.backward(problem, part, grad, q, k, v, out, lse), *(torch.zeros_like(x) for x in leaves)]
+        unused = [x.new_zeros(x.shape if want else 0) for x, want in zip(leaves, wanted, strict=True)]
+        return [*flash.backward(problem, part, grad, q, k, v, out, lse), *unused]
+    path = blocks if fused.refusal(problem, q, k, v, wanted) else fused
     with torch.autocast(q.device.type, enabled=False):
-        dq, dk, dv, leaf_grads = blocks.backward(problem, grad, grad_lse, q, k, v, out, lse)
+        dq, dk, dv, leaf_grads = path.backward(problem, grad, grad_lse, q, k, v, out, lse, wanted)
     return [dq, dk, dv, *leaf_grads]
 
 
 @block_attention_backward.register_fake
-def _(grad, grad_lse, q, k, v, out, lse, leaves, numbers, program, scale, origin, sizes, bounds):
-    made = [x.new_empty(x.shape if x.is_floating_point() else [0]) for x in leaves]
+def _(grad, grad_lse, q, k, v, out, lse, leaves, numbers, program, scale, origin, sizes, bounds, wanted):
+    made = [x.new_empty(x.shape if want else [0]) for x, want in zip(leaves, wanted, strict=True)]
     return [x.new_empty(x.shape) for x in (q, k, v)] + made
 
 
@@ -92,10 +96,11 @@ def _backward(ctx, grad, grad_lse):
         return None, None, None, [None] * len(leaves), no_numbers, *(None,) * 5
     if grad is None:
         grad = torch.zeros_like(out)
+    wanted = list(ctx.needs_input_grad[3]) if leaves else []
     dq, dk, dv, *found = torch.ops.autosp.block_attention_backward(
-        grad, grad_lse, q, k, v, out, lse, leaves, *ctx.settings
+        grad, grad_lse, q, k, v, out, lse, leaves, *ctx.settings, wanted
     )
-    leaf_grads = [g if x.is_floating_point() else None for g, x in zip(found, leaves, strict=True)]
+    leaf_grads = [g if want else None for g, want in zip(found, wanted, strict=True)]
     return dq, dk, dv, leaf_grads, no_numbers, *(None,) * 5
 
 

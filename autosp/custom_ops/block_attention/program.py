@@ -34,6 +34,7 @@ CAUSAL_BOUNDS = (0, UNBOUNDED)
 
 # The first leaf is a boolean mask, or is added to the scores.
 VISIBLE = json.dumps({"steps": [], "mask": {"leaf": 0}})
+_FACTORIES = ("aten::full", "aten::scalar_tensor")
 BIAS = json.dumps({"steps": [["aten::add.Tensor", [{"score": 0}, {"leaf": 0}], {}]], "score": {"step": 0}})
 
 
@@ -44,10 +45,26 @@ def parse(program: str) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=512)
-def _operator(name: str) -> Any:
+def operator(name: str) -> Any:
+    """The torch operator of a step, from a name such as ``aten::add.Tensor``."""
     space, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
+
+
+def run_step(name: str, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Any:
+    """One step on values; what it makes of numbers alone is made on ``device``."""
+    if name in _FACTORIES:
+        kwargs = {**kwargs, "device": device}
+    return operator(name)(*args, **kwargs)
+
+
+def reference(arg: Any) -> tuple[str, Any]:
+    """``(kind, which)`` of a reference such as ``{"step": 3}``; ``("", arg)`` of a literal."""
+    if not isinstance(arg, dict):
+        return "", arg
+    ((kind, at),) = arg.items()
+    return kind, at
 
 
 @dataclass
@@ -84,6 +101,10 @@ class Block:
             leaf = leaf.index_select(-1, self.keys)
         if leaf.dim() >= 2 and leaf.shape[-2] != 1:
             leaf = leaf.index_select(-2, self.queries)
+        return self.cut_rows(leaf)
+
+    def cut_rows(self, leaf: Tensor) -> Tensor:
+        """The part of a leaf of the block's batch rows and heads, with all queries and keys."""
         if leaf.dim() >= 3 and leaf.shape[-3] != 1:
             leaf = leaf.narrow(-3, *self.heads)
         if leaf.dim() >= 4 and leaf.shape[-4] != 1:
@@ -110,7 +131,7 @@ def evaluate(
             return [value(item) for item in arg]
         if not isinstance(arg, dict):
             return arg
-        ((kind, at),) = arg.items()
+        kind, at = reference(arg)
         if kind == "leaf":
             return block.cut(leaves[at])
         if kind == "whole":
@@ -127,7 +148,7 @@ def evaluate(
 
     for name, args, kwargs in program["steps"]:
         call = {key: value(arg) for key, arg in kwargs.items()}
-        results.append(_operator(name)(*[value(arg) for arg in args], **call))
+        results.append(run_step(name, [value(arg) for arg in args], call, block.queries.device))
     new_scores = value(program["score"]) if program.get("score") is not None and scores is not None else None
     mask = value(program["mask"]) if program.get("mask") is not None else None
     return new_scores, mask

@@ -1,0 +1,43 @@
+"""Tile sizes of the kernels, by the padded size of a head and the width of its elements.
+
+The sizes for heads up to 256 are those that torch's flex_attention takes by default on a GPU of compute capability 9.0
+(torch/_inductor/template_heuristics/triton.py of torch 2.13), whose kernels have the same shape; what they take of
+registers and shared memory is checked by tests/test_block_kernels.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A tile of ``block_q`` queries and ``block_k`` keys, warps of a program, and stages of its pipeline."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that a head of ``size`` elements is held in."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def forward_tiles(size: int, element_size: int) -> Tiles:
+    if element_size == 4:
+        return Tiles(128, 32, 4, 2) if size <= 64 else Tiles(32, 64, 4, 2) if size <= 128 else Tiles(32, 32, 4, 2)
+    return Tiles(128, 128, 4, 3) if size <= 64 else Tiles(128, 64, 8, 3) if size <= 128 else Tiles(64, 32, 4, 3)
+
+
+def keys_tiles(size: int, element_size: int) -> Tiles:
+    if element_size == 4:
+        return Tiles(32, 64, 4, 1) if size <= 64 else Tiles(32, 32, 4, 1)
+    return Tiles(64, 64, 4, 3) if size < 64 else Tiles(64, 128, 8, 3) if size <= 128 else Tiles(64, 64, 4, 2)
+
+
+def queries_tiles(size: int, element_size: int) -> Tiles:
+    if element_size == 4:
+        return Tiles(64, 32, 4, 1) if size <= 64 else Tiles(32, 32, 4, 1)
+    return Tiles(64, 64, 4, 3) if size < 64 else Tiles(128, 64, 8, 3) if size <= 128 else Tiles(64, 64, 4, 2)
