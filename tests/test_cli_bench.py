@@ -11,7 +11,7 @@ import pytest
 import torch
 from pool import RankPool
 
-from autosp.bench import linear_loss, losses
+from autosp.bench import attention, linear_loss, losses
 from autosp.cli.main import main
 from autosp.errors import ConfigError
 
@@ -102,6 +102,51 @@ def test_linear_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(f"| 16 x 8 x 50 | {name} |" in printed for name in names)
 
 
+def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "rows.json"
+    sizes = ["--length", "96", "--heads", "2", "--key-heads", "1", "--size", "8", "--dtype", "float32"]
+    assert run("attention", *sizes, "--device", "cpu", "--repeats", "1", "--json", str(target)) == 0
+    rows = json.loads(target.read_text())["results"]
+    assert [(row["mask"], row["implementation"]) for row in rows] == [
+        ("causal", "sdpa"),
+        *((mask, name) for mask in attention.MASKS for name in ("autosp", "plain")),
+    ]
+    floor = rows[0]["forward_ms"] + rows[0]["backward_ms"]
+    for row in rows:
+        assert row["forward_ms"] > 0 and row["backward_ms"] > 0 and 0 < row["tiles"] <= 1
+        assert row["ratio"] == pytest.approx((row["forward_ms"] + row["backward_ms"]) / floor)
+    printed = capsys.readouterr().out
+    assert "heads=2 key_heads=1" in printed and "| 96 | documents | autosp |" in printed and "worst" in printed
+
+
+@pytest.mark.parametrize("name", attention.MASKS)
+def test_masks_are_what_flex_attention_is_given(name: str) -> None:
+    """A program and the function beside it show the same, so that both are timed at the same work."""
+    length, heads = 40, 2
+    mask = attention.MASKS[name](length, heads, torch.device("cpu"))
+    q, k, v = (torch.randn(1, heads, length, 8) for _ in range(3))
+    h, i, j = torch.arange(heads)[:, None, None], torch.arange(length)[:, None], torch.arange(length)
+    scores = q @ k.transpose(-1, -2) * 8**-0.5
+    scores = scores if mask.score is None else mask.score(scores, 0, h, i, j)
+    weights = torch.softmax(scores.masked_fill(~mask.visible(0, h, i, j), float("-inf")), -1)
+    # Queries before the first real key see nothing: zeros here, NaN there.
+    torch.testing.assert_close(
+        attention._block_attention(mask)(q, k, v), (weights @ v).nan_to_num(), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_failing_way_of_attention_is_a_row_and_our_own_failure_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> torch.Tensor:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(attention, "_function", lambda *_: fails)
+    operands = attention._operands(attention.Shape(1, 1, 1, 8), 8, torch.device("cpu"), torch.float32)
+    mask = attention.MASKS["causal"](8, 1, torch.device("cpu"))
+    assert attention._measure("flex", mask, operands, 1) == (None, None, "RuntimeError: broken")
+    with pytest.raises(RuntimeError, match="broken"):
+        attention._measure("autosp", mask, operands, 1)
+
+
 def test_linear_loss_at_the_default_shape_of_a_cpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +199,10 @@ WRONG = {
     "a picture of no format": (("linear-loss", "--picture", "p.txt", *CPU), "allowed endings are .png"),
     "ranks that nobody started": (("losses", "--tp", "2", *CPU), "torchrun --nproc-per-node 2 -m autosp.cli.main"),
     "a peer over a group": (("losses", "--tp", "2", "--peer", "eager", *CPU), "--peer eager has no effect"),
+    "a mask": (("attention", "--mask", "square", *CPU), "unknown masks ['square']; allowed are"),
+    "a way of attention": (("attention", "--only", "xformers", *CPU), "unknown implementations ['xformers']"),
+    "a dtype of attention": (("attention", "--dtype", "int8", *CPU), "unknown dtypes ['int8']"),
+    "heads": (("attention", "--heads", "4", "--key-heads", "3", *CPU), "key heads have to divide the heads"),
     "an option": (("losses", "--shpae", "1x2"), "No such option: --shpae"),
 }
 
@@ -167,6 +216,7 @@ def test_mistakes_end_with_one_line(
 
     monkeypatch.setattr(losses, "copy_bandwidth", unreachable)
     monkeypatch.setattr(linear_loss, "burst_rate", unreachable)
+    monkeypatch.setattr(attention, "_time", unreachable)
     arguments, message = WRONG[case]
     assert run(*arguments) == 2
     printed = capsys.readouterr().err.strip().splitlines()
@@ -174,7 +224,7 @@ def test_mistakes_end_with_one_line(
     assert all(line.startswith("skipped: ") for line in printed[:-1])
 
 
-@pytest.mark.parametrize("command", ["losses", "linear-loss"])
+@pytest.mark.parametrize("command", ["losses", "linear-loss", "attention"])
 def test_no_gpu(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run(command) == 2
@@ -182,13 +232,13 @@ def test_no_gpu(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "no CUDA device" in line and "--device cpu" in line
 
 
-@pytest.mark.parametrize("command", ["losses", "linear-loss"])
+@pytest.mark.parametrize("command", ["losses --shape", "linear-loss --shape", "attention --length"])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(command, "--help") == 0
-    assert f"autosp bench {command} --shape" in " ".join(capsys.readouterr().out.split())
+    assert run(command.split()[0], "--help") == 0
+    assert f"autosp bench {command}" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("name", ["losses", "linear_loss"])
+@pytest.mark.parametrize("name", ["losses", "linear_loss", "attention"])
 def test_the_files_of_a_checkout_are_the_command(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

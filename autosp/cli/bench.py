@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # What --device cpu measures when no shape is given: it shows that everything runs, not how fast.
 _CPU_LOSSES = ((64, 1000),)
 _CPU_LINEAR = ((64, 32, 1000),)
+_CPU_ATTENTION = (256,)
 
 # Lines even on a terminal: the thread of a live bar would take part in what is measured.
 _MEASURING = Plain()
@@ -190,6 +191,60 @@ def linear_loss(
     _write(json_file, about)
     if picture is not None:
         measuring.draw(rows, picture)
+
+
+@app.command("attention", epilog="Example: autosp bench attention --length 16384 --length 65536 --json attention.json")
+def attention(
+    length: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens; may be repeated. Default: 16384 and 65536 (256 on a CPU)."),
+    ] = None,
+    mask: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="causal, window, documents, chunks, padding, prefix or alibi; may be repeated. Default: all."
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='autosp, plain (autosp without its kernels) or flex; may be repeated. Default: all ("flex" not on a '
+            "CPU, where it has no backward). Causal scaled_dot_product_attention always runs."
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch rows.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    key_heads: Annotated[int, typer.Option(min=1, help="Key and value heads; they divide the query heads.")] = 8,
+    size: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Device = "cuda",
+    repeats: Repeats = 10,
+    json_file: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Attention by kind of mask: forward and backward beside causal attention of torch."""
+    where = check_device(device)
+    check_target(json_file, "--json")
+    from autosp.bench import attention as measuring
+    from autosp.bench.losses import environment
+
+    on_cpu = where.type == "cpu"
+    names = only or [name for name in measuring.IMPLEMENTATIONS if not (on_cpu and name == "flex")]
+    with _MEASURING.stage("Measuring"):
+        rows = measuring.run(
+            length or (_CPU_ATTENTION if on_cpu else measuring.LENGTHS),
+            mask or tuple(measuring.MASKS),
+            names,
+            measuring.Shape(batch, heads, key_heads, size),
+            dtype,
+            device,
+            repeats,
+        )
+    about = environment(device) | {"batch": batch, "heads": heads, "key_heads": key_heads, "size": size, "dtype": dtype}
+    print(" ".join(f"{key}={value}" for key, value in about.items()))
+    print(measuring.table(rows))
+    print(measuring.summary(rows))
+    _write(json_file, {"environment": about, "results": measuring.as_dicts(rows)})
 
 
 def check_device(name: str) -> torch.device:

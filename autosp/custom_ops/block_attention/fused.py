@@ -6,6 +6,7 @@ Chosen by capability (``dispatch.triton_usable``); ``refusal`` says why a call i
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,15 @@ from torch import Tensor
 from .. import dispatch
 from .blocks import Problem, positions, recorded
 from .program import Block
-from .tile_map import Extent, TileLists, tile_classes, tile_lists
+from .tile_map import Extent, TileLists, merged, tile_classes, tile_lists
 from .tile_program import TileProgram, Unsupported, compute_inputs, leaf_kinds, tile_program
 
 LARGEST_HEAD = 256
 # Blocks of keys a multiprocessor below which a group's query heads go to programs of their own.
 _WANTED_PROGRAMS = 4
 _FAR = 2**31 - 1
+# Tiles of the largest map from which those of the two backward kernels are both made.
+_SHARED_MAP = 2**24
 
 
 def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool] = ()) -> str:
@@ -36,6 +39,8 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[
         return "no kernels for this device and dtype, or AUTOSP_TRITON=0"
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}"
+    if q.dtype == torch.bfloat16 and dispatch.triton_interpreted():
+        return "Triton's interpreter does not multiply bfloat16"
     if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD:
         return f"heads of more than {LARGEST_HEAD} elements"
     if max(q.shape[2], k.shape[2], *problem.sizes) >= _FAR:
@@ -123,8 +128,13 @@ class _Prepared:
         inputs = [x.detach() for x in self.inputs]
         return tile_classes(self.tiles, inputs, first, counts, self.extent, block_q, block_k)
 
-    def lists(self, block_q: int, block_k: int) -> tuple[TileLists, TileLists]:
-        return tile_lists(self.classes(block_q, block_k))
+    def lists(self, *sizes: tuple[int, int]) -> list[tuple[TileLists, TileLists]]:
+        """The lists for tiles of several sizes, by queries and by keys."""
+        q_step, k_step = (math.gcd(*(size[dim] for size in sizes)) for dim in range(2))
+        if len(sizes) == 1 or self.extent.queries.shape[0] * self.extent.keys.shape[0] > _SHARED_MAP * q_step * k_step:
+            return [tile_lists(self.classes(*size)) for size in sizes]
+        small = self.classes(q_step, k_step)
+        return [tile_lists(merged(small, size[0] // q_step, size[1] // k_step)) for size in sizes]
 
     def place(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
         """As ``kernels.common`` lists it."""
@@ -170,7 +180,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     prepared = _Prepared.of(problem, q, k, problem.leaves)
     call = prepared.call(q, k, v, (), True)
     tiles = launch.forward_tiles(call.size, q.element_size())
-    by_queries, _ = prepared.lists(tiles.block_q, tiles.block_k)
+    ((by_queries, _),) = prepared.lists((tiles.block_q, tiles.block_k))
     launch.forward(call, by_queries, out, lse).run(q.device)
     return out, lse
 
@@ -197,24 +207,22 @@ def backward(
     share = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
     launch.delta(grad, out, share, delta).run(q.device)
     upstream = launch.Upstream(grad, lse.contiguous(), delta)
-    _keys(prepared, call, upstream, dk, dv)
+    sizes = [(x.block_q, x.block_k) for x in launch.backward_tiles(call.size, q.element_size())]
+    (_, by_keys), (by_queries, _) = prepared.lists(*sizes)
+    _keys(call, by_keys, sizes[0][1], upstream, dk, dv)
     sums = [torch.zeros(prepared.inputs[i].shape, dtype=torch.float32, device=q.device) for i in wanted_inputs]
     pulling = prepared.call(q, k, v, wanted_inputs, True)
-    tiles = launch.queries_tiles(call.size, q.element_size())
-    by_queries, _ = prepared.lists(tiles.block_q, tiles.block_k)
     launch.queries(call, by_queries, upstream, dq, pulling.functions.pull, sums).run(q.device)
     return dq, dk, dv, _leaf_gradients(prepared, leaves, wanted, wanted_inputs, sums, empty)
 
 
-def _keys(prepared: _Prepared, call: Any, upstream: Any, dk: Tensor, dv: Tensor) -> None:
+def _keys(call: Any, by_keys: TileLists, block_k: int, upstream: Any, dk: Tensor, dv: Tensor) -> None:
     """Gradients of keys and values; of few blocks of keys each query head is a program of its own, summed after."""
     from .kernels import launch
 
     q = call.q
     batch, heads, key_heads = q.shape[0], q.shape[1], call.k.shape[1]
-    tiles = launch.keys_tiles(call.size, q.element_size())
-    _, by_keys = prepared.lists(tiles.block_q, tiles.block_k)
-    programs = -(-call.k.shape[2] // tiles.block_k) * batch * key_heads
+    programs = -(-call.k.shape[2] // block_k) * batch * key_heads
     if heads == key_heads or programs >= _WANTED_PROGRAMS * _multiprocessors(q.device):
         launch.keys(call, by_keys, upstream, dk, dv).run(q.device)
         return

@@ -2,7 +2,7 @@
 
 A value is ``(low, high)``, float64 tensors that broadcast over ``[batch, heads, query blocks, key blocks]``; booleans
 are 0 and 1, so ``low`` says that all are true and ``high`` that some may be. Bounds may be wide and are never wrong:
-every result is rounded as its dtype rounds, and what is not known, not finite in its dtype, or no number at all, is open.
+every result is rounded as its dtype rounds, and what is not known, beyond its dtype, or no number at all, is open.
 """
 
 from __future__ import annotations

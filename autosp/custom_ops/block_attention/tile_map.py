@@ -85,6 +85,19 @@ def tile_classes(
     return found
 
 
+def merged(classes: Tensor, by_queries: int, by_keys: int) -> Tensor:
+    """The classes of tiles that are so many of these together. Queries beyond the end are like the last ones; keys
+    beyond the end do not exist, so that a tile that reaches there is not full.
+    """
+    missing_q, missing_k = -classes.shape[2] % by_queries, -classes.shape[3] % by_keys
+    if missing_q:
+        classes = torch.cat([classes, classes[:, :, -1:].expand(-1, -1, missing_q, -1)], 2)
+    classes = torch.nn.functional.pad(classes, (0, missing_k), value=EMPTY)
+    parts = classes.unflatten(3, (-1, by_keys)).unflatten(2, (-1, by_queries))
+    low, high = parts.amin((3, 5)), parts.amax((3, 5))
+    return torch.where(low == high, low, PARTIAL).to(torch.uint8)
+
+
 def tile_lists(classes: Tensor) -> tuple[TileLists, TileLists]:
     """The lists for blocks of queries, and those for blocks of keys."""
     return _lists(classes), _lists(classes.transpose(-1, -2))

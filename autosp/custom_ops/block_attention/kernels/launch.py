@@ -79,6 +79,11 @@ class Launch:
                 self.kernel[(self.programs,)](**self.arguments, **self.options)
 
 
+def backward_tiles(size: int, element_size: int) -> tuple[Tiles, Tiles]:
+    """Tiles of ``keys`` and of ``queries``."""
+    return keys_tiles(size, element_size), queries_tiles(size, element_size)
+
+
 def _options(tiles: Tiles) -> dict[str, int]:
     return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
