@@ -41,12 +41,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask as a compiled model has it, and as ``flex_attention`` takes it (None: it is not timed there)."""
+    """A mask as a compiled model has it, and as ``flex_attention`` takes it."""
 
     leaves: list[Tensor]
     program: str
     bounds: tuple[int, int]
-    visible: Callable[..., Any] | None
+    visible: Callable[..., Any]
     score: Callable[..., Any] | None = None
 
 

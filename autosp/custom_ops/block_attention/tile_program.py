@@ -239,7 +239,7 @@ class _Writer:
     def _add(self, source: tuple[str, int], kind: str, meta: Tensor, extra: int, varies: tuple[bool, ...]) -> None:
         slots = tuple(range(self.slots + 1, self.slots + 1 + extra))
         self.known[source] = len(self.out.inputs)
-        self.out.inputs.append(Input(source, kind, meta.dtype, self.slots, slots, *varies, rank=meta.dim()))
+        self.out.inputs.append(Input(source, kind, meta.dtype, self.slots, slots, *varies, meta.dim()))
         self.slots += 1 + extra
 
 
