@@ -134,6 +134,12 @@ def test_kernels_compile(name: str, size: int, kernels: tuple[str, ...], tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize("name", CASES)
-def test_every_mask_and_size_compiles(name: str, size: int, dtype: torch.dtype, tmp_path: Path):
+@pytest.mark.parametrize("name", ["document", "alibi"])
+def test_every_size_compiles(name: str, size: int, dtype: torch.dtype, tmp_path: Path):
     check(name, dtype, size, ("forward", "keys", "queries"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_mask_compiles(name: str, tmp_path: Path):
+    check(name, torch.float16, 80, ("forward", "keys", "queries"), tmp_path)

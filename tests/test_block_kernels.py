@@ -39,7 +39,7 @@ def run_inside(marker: str, timeout: int) -> None:
 
 @pytest.mark.skipif(INSIDE, reason="the kernels run in this process")
 def test_in_the_interpreter():
-    run_inside("not slow", 300)
+    run_inside("not slow", 500)
 
 
 @pytest.mark.slow
@@ -248,8 +248,18 @@ def test_wide_sweep(name: str, rows: int, keys: int, key_heads: int, small_tiles
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="tiles of the size that a GPU takes")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [16, 64, 80, 128, 192, 256])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+@pytest.mark.parametrize(
+    ("size", "dtype", "tolerance"),
+    [
+        (16, torch.float16, 4e-3),
+        (64, torch.bfloat16, 3e-2),
+        (80, torch.bfloat16, 3e-2),
+        (128, torch.bfloat16, 3e-2),
+        (128, torch.float32, 1e-5),
+        (256, torch.float16, 4e-3),
+        (256, torch.float32, 1e-5),
+    ],
+)
 def test_on_a_gpu(name: str, size: int, dtype: torch.dtype, tolerance: float):
     qkv = [x * (8 / size) ** 0.5 for x in operands(700, 900, size, size)]
     check(name, qkv, dtype, tolerance)

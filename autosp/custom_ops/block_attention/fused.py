@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import dispatch
 from .blocks import Problem, positions, recorded
 from .program import Block
-from .tile_map import Extent, TileLists, merged, tile_classes, tile_lists
+from .tile_map import Extent, TileLists, lists_of_keys, lists_of_queries, merged, tile_classes
 from .tile_program import TileProgram, Unsupported, compute_inputs, leaf_kinds, tile_program
 
 LARGEST_HEAD = 256
@@ -128,13 +128,13 @@ class _Prepared:
         inputs = [x.detach() for x in self.inputs]
         return tile_classes(self.tiles, inputs, first, counts, self.extent, block_q, block_k)
 
-    def lists(self, *sizes: tuple[int, int]) -> list[tuple[TileLists, TileLists]]:
-        """The lists for tiles of several sizes, by queries and by keys."""
+    def maps(self, *sizes: tuple[int, int]) -> list[Tensor]:
+        """The classes of tiles of several sizes; one map of small tiles serves all, where it is no burden itself."""
         q_step, k_step = (math.gcd(*(size[dim] for size in sizes)) for dim in range(2))
-        if len(sizes) == 1 or self.extent.queries.shape[0] * self.extent.keys.shape[0] > _SHARED_MAP * q_step * k_step:
-            return [tile_lists(self.classes(*size)) for size in sizes]
+        if self.extent.queries.shape[0] * self.extent.keys.shape[0] > _SHARED_MAP * q_step * k_step:
+            return [self.classes(*size) for size in sizes]
         small = self.classes(q_step, k_step)
-        return [tile_lists(merged(small, size[0] // q_step, size[1] // k_step)) for size in sizes]
+        return [merged(small, size[0] // q_step, size[1] // k_step) for size in sizes]
 
     def place(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
         """As ``kernels.common`` lists it."""
@@ -180,8 +180,8 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     prepared = _Prepared.of(problem, q, k, problem.leaves)
     call = prepared.call(q, k, v, (), True)
     tiles = launch.forward_tiles(call.size, q.element_size())
-    ((by_queries, _),) = prepared.lists((tiles.block_q, tiles.block_k))
-    launch.forward(call, by_queries, out, lse).run(q.device)
+    lists = lists_of_queries(prepared.classes(tiles.block_q, tiles.block_k))
+    launch.forward(call, lists, out, lse).run(q.device)
     return out, lse
 
 
@@ -194,10 +194,10 @@ def backward(
 
     wanted_inputs = _wanted_inputs(problem, wanted)
     assert not isinstance(wanted_inputs, str)
-    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-    empty = [x.new_zeros(x.shape) if want else x.new_empty(0) for x, want in zip(problem.leaves, wanted, strict=True)]
+    empty = [x.new_zeros(x.shape if want else 0) for x, want in zip(problem.leaves, wanted, strict=True)]
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
-        return dq, dk, dv, empty
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), empty
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     q, k, v, grad, out = _addressable(q, k, v, grad.to(q.dtype), out)
     leaves = [x.detach().requires_grad_() if want else x for x, want in zip(problem.leaves, wanted, strict=True)]
     with recorded():
@@ -208,11 +208,11 @@ def backward(
     launch.delta(grad, out, share, delta).run(q.device)
     upstream = launch.Upstream(grad, lse.contiguous(), delta)
     sizes = [(x.block_q, x.block_k) for x in launch.backward_tiles(call.size, q.element_size())]
-    (_, by_keys), (by_queries, _) = prepared.lists(*sizes)
-    _keys(call, by_keys, sizes[0][1], upstream, dk, dv)
+    for_keys, for_queries = prepared.maps(*sizes)
+    _keys(call, lists_of_keys(for_keys), sizes[0][1], upstream, dk, dv)
     sums = [torch.zeros(prepared.inputs[i].shape, dtype=torch.float32, device=q.device) for i in wanted_inputs]
     pulling = prepared.call(q, k, v, wanted_inputs, True)
-    launch.queries(call, by_queries, upstream, dq, pulling.functions.pull, sums).run(q.device)
+    launch.queries(call, lists_of_queries(for_queries), upstream, dq, pulling.functions.pull, sums).run(q.device)
     return dq, dk, dv, _leaf_gradients(prepared, leaves, wanted, wanted_inputs, sums, empty)
 
 

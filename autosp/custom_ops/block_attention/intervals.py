@@ -2,7 +2,8 @@
 
 A value is ``(low, high)``, float64 tensors that broadcast over ``[batch, heads, query blocks, key blocks]``; booleans
 are 0 and 1, so ``low`` says that all are true and ``high`` that some may be. Bounds may be wide and are never wrong:
-every result is rounded as its dtype rounds, and what is not known, beyond its dtype, or no number at all, is open.
+every result is rounded as its dtype rounds, and what is not known, or beyond its dtype, is open. What may be NaN has an
+infinite bound.
 """
 
 from __future__ import annotations
@@ -155,11 +156,17 @@ def _where(condition: Interval, a: Interval, b: Interval) -> Interval:
 
 
 def _minimum(a: Interval, b: Interval) -> Interval:
-    return torch.minimum(a[0], b[0]), torch.minimum(a[1], b[1])
+    return _if_closed(a, b, torch.minimum(a[0], b[0]), torch.minimum(a[1], b[1]))
 
 
 def _maximum(a: Interval, b: Interval) -> Interval:
-    return torch.maximum(a[0], b[0]), torch.maximum(a[1], b[1])
+    return _if_closed(a, b, torch.maximum(a[0], b[0]), torch.maximum(a[1], b[1]))
+
+
+def _if_closed(a: Interval, b: Interval, low: Tensor, high: Tensor) -> Interval:
+    """Open where an operand may be NaN: then the result may be, whatever the other one is."""
+    lost = ~_closed(a, b)
+    return low.masked_fill(lost, -math.inf), high.masked_fill(lost, math.inf)
 
 
 def _clamp(x: Interval, low: Interval | None = None, high: Interval | None = None) -> Interval:

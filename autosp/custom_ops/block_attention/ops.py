@@ -6,12 +6,29 @@ derivative of its own.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import blocks, flash, fused
+
+_log = logging.getLogger(__name__)
+
+
+def _path(refusal: str, q: Tensor) -> Any:
+    """The kernels, or the plain blocks where those refuse; on a GPU the reason is logged, once each."""
+    if refusal and q.is_cuda:
+        _say(refusal)
+    return blocks if refusal else fused
+
+
+@functools.lru_cache(maxsize=64)
+def _say(refusal: str) -> None:
+    _log.info("attention runs as plain blocks, slower than a kernel: %s", refusal)
 
 
 @torch.library.custom_op("autosp::block_attention", mutates_args=())
@@ -40,10 +57,9 @@ def block_attention(
     part = flash.band(problem, q.shape[2], k.shape[2]) if flash.serves(problem, q, k, v) else None
     if part is not None:
         return flash.forward(problem, part, q, k, v)
-    if not fused.refusal(problem, q, k, v):
-        return fused.forward(problem, q, k, v)
+    path = _path(fused.refusal(problem, q, k, v), q)
     with torch.autocast(q.device.type, enabled=False):
-        return blocks.forward(problem, q, k, v)
+        return path.forward(problem, q, k, v)
 
 
 @block_attention.register_fake
@@ -68,7 +84,7 @@ def block_attention_backward(
     if part is not None and grad_lse is None:
         unused = [x.new_zeros(x.shape if want else 0) for x, want in zip(leaves, wanted, strict=True)]
         return [*flash.backward(problem, part, grad, q, k, v, out, lse), *unused]
-    path = blocks if fused.refusal(problem, q, k, v, wanted) else fused
+    path = _path(fused.refusal(problem, q, k, v, wanted), q)
     with torch.autocast(q.device.type, enabled=False):
         dq, dk, dv, leaf_grads = path.backward(problem, grad, grad_lse, q, k, v, out, lse, wanted)
     return [dq, dk, dv, *leaf_grads]

@@ -98,9 +98,14 @@ def merged(classes: Tensor, by_queries: int, by_keys: int) -> Tensor:
     return torch.where(low == high, low, PARTIAL).to(torch.uint8)
 
 
-def tile_lists(classes: Tensor) -> tuple[TileLists, TileLists]:
-    """The lists for blocks of queries, and those for blocks of keys."""
-    return _lists(classes), _lists(classes.transpose(-1, -2))
+def lists_of_queries(classes: Tensor) -> TileLists:
+    """For each block of queries the blocks of keys."""
+    return _lists(classes)
+
+
+def lists_of_keys(classes: Tensor) -> TileLists:
+    """For each block of keys the blocks of queries."""
+    return _lists(classes.transpose(-1, -2))
 
 
 def count_tiles(classes: Tensor) -> tuple[int, int, int]:

@@ -121,6 +121,8 @@ class _Writer:
             self.metas.append(self._run(name, args, kwargs))
         ends = [self.program.get(name) for name in ("score", "mask")]
         needed = self._needed([end for end in ends if end is not None])
+        if ends[0] is None and any("'score'" in str(self.program["steps"][at]) for at in needed):
+            raise Unsupported("a mask that looks at scores")
         for index, (name, args, kwargs) in enumerate(self.program["steps"]):
             meta = self.metas[index]
             if index not in needed or not self._is_tile(meta):
