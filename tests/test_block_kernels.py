@@ -6,6 +6,7 @@ has ``TRITON_INTERPRET=1``.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -230,6 +231,14 @@ def test_what_the_kernels_leave_to_the_plain_blocks(monkeypatch: pytest.MonkeyPa
         assert "does not multiply bfloat16" in fused.refusal(problem, q.bfloat16(), k.bfloat16(), v.bfloat16())
     assert "q, k, v of torch.float32" in fused.refusal(problem, q, k.half(), v)
     assert "more than 256" in fused.refusal(problem, *wide)
+    least = json.dumps({"steps": [["aten::minimum", [{"score": 0}, {"leaf": 2}], {}]], "score": {"step": 0}})
+    least_of = blocks.Problem.of(leaves, [], least, *rest[2:])
+    assert fused.refusal(least_of, q, k, v) == ""
+    assert fused.refusal(least_of, q, k, v, [False] * 3) == "the derivative of aten::minimum"
+    power = blocks.Problem.of(leaves, [], least.replace("minimum", "pow.Tensor_Tensor"), *rest[2:])
+    assert "a power of" in fused.refusal(power, q, k, v)
+    log2 = json.dumps({"steps": [["aten::log2", [{"score": 0}], {}]], "score": {"step": 0}})
+    assert fused.refusal(blocks.Problem.of(leaves, [], log2, *rest[2:]), q, k, v) == "aten::log2"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert "atomics" in fused.refusal(problem, q, k, v, [True] * 3)
     assert fused.refusal(problem, q, k, v, [False] * 3) == ""

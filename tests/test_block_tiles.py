@@ -36,7 +36,7 @@ def prepared(name: str, length: int, origin: list[int], rows: int, keys: int) ->
     leaves = case.leaves(length, length)
     problem = blocks.Problem.of(leaves, [], case.program, 1.0, origin, [length, length], list(case.bounds))
     q, k = torch.zeros(BATCH, HEADS, rows, 8), torch.zeros(BATCH, HEADS, keys, 8)
-    made = fused._Prepared.of(problem, q, k, leaves)
+    made = fused.Prepared.of(problem, q, k, leaves)
     places = torch.arange(length)
     scores, mask = case.dense(torch.zeros(BATCH, HEADS, length, length), leaves, places[:, None], places)
     distance = places[:, None] - places

@@ -1,8 +1,8 @@
 """Time block attention by kind of mask, forward and backward, beside torch's causal attention and other ways.
 
 Every mask is the program that a compiled model gets for it. "ratio" is the time of forward and backward over that of
-``scaled_dot_product_attention(is_causal=True)`` at the same shape; "tiles" is the share of tiles of 128 x 64 that a
-kernel visits, so a mask that hides much can be below 1.
+``scaled_dot_product_attention(is_causal=True)`` at the same shape; "tiles" says how many tiles of 128 x 64 of a
+head are visited, so a mask that hides much can be below 1.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Mask:
 
 @dataclass
 class Row:
-    """One line: times in ms, None where it did not run and ``note`` says why."""
+    """One line: times in ms, None where it did not run and ``note`` says why; tiles visited of all of a head."""
 
     length: int
     mask: str
@@ -60,7 +60,8 @@ class Row:
     forward_ms: float | None
     backward_ms: float | None
     ratio: float | None
-    tiles: float | None
+    tiles: int
+    all_tiles: int
     note: str = ""
 
 
@@ -187,13 +188,13 @@ def _time(function: Callable[..., Tensor], operands: list[Tensor], repeats: int)
     return forward, backward
 
 
-def _visited(mask: Mask, operands: list[Tensor]) -> float:
-    """Share of the tiles of one head that are visited."""
+def _tiles(mask: Mask, operands: list[Tensor]) -> tuple[int, int]:
+    """Tiles of one head that are visited, and all of them."""
     q, k, _ = operands
     sizes = [q.shape[2], k.shape[2]]
     problem = blocks.Problem.of(mask.leaves, [], mask.program, 1.0, [0, 0, 0, 0], sizes, mask.bounds)
     empty, partial, full = fused.count_tiles(problem, q, k)
-    return (partial + full) / (empty + partial + full)
+    return partial + full, empty + partial + full
 
 
 def _measure(name: str, mask: Mask, operands: list[Tensor], repeats: int) -> tuple[float | None, float | None, str]:
@@ -246,7 +247,7 @@ def run(
         operands = _operands(shape, length, where, getattr(torch, dtype))
         causal = _causal(length, shape.heads, where)
         floor = _time(_function("sdpa", causal, length, where), operands, repeats)
-        rows.append(Row(length, _CAUSAL, "sdpa", *floor, 1.0, _visited(causal, operands)))
+        rows.append(Row(length, _CAUSAL, "sdpa", *floor, 1.0, *_tiles(causal, operands)))
         for name in masks:
             mask = MASKS[name](length, shape.heads, where)
             for implementation in implementations:
@@ -254,7 +255,7 @@ def run(
                     continue
                 forward, backward, note = _measure(implementation, mask, operands, repeats)
                 ratio = None if forward is None or backward is None else (forward + backward) / sum(floor)
-                rows.append(Row(length, name, implementation, forward, backward, ratio, _visited(mask, operands), note))
+                rows.append(Row(length, name, implementation, forward, backward, ratio, *_tiles(mask, operands), note))
     return rows
 
 
@@ -266,7 +267,7 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         shown = ["-" if x is None else f"{x:.2f}" for x in (row.forward_ms, row.backward_ms, row.ratio)]
-        tiles = "-" if row.tiles is None else f"{100 * row.tiles:.1f}%"
+        tiles = f"{row.tiles} of {row.all_tiles} ({100 * row.tiles / row.all_tiles:.1f}%)"
         lines.append(
             f"| {row.length} | {row.mask} | {row.implementation} | {' | '.join(shown)} | {tiles} | {row.note} |"
         )

@@ -43,7 +43,7 @@ class Problem:
     origin: Sequence[int]
     sizes: Sequence[int]
     bounds: Sequence[int]
-    text: str = ""
+    text: str
 
     @classmethod
     def of(cls, leaves, numbers, program, scale, origin, sizes, bounds) -> Problem:

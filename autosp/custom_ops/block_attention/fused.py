@@ -28,12 +28,12 @@ _FAR = 2**31 - 1
 _SHARED_MAP = 2**24
 
 
-def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool] = ()) -> str:
+def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool] | None = None) -> str:
     """Why the kernels cannot compute this; empty when they can.
 
     Args:
         problem, q, k, v: the call.
-        wanted: which leaves want a gradient; () asks for the forward alone.
+        wanted: which leaves want a gradient; None asks for the forward alone.
     """
     if not dispatch.triton_usable(q, k, v):
         return "no kernels for this device and dtype, or AUTOSP_TRITON=0"
@@ -45,10 +45,10 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[
         return f"heads of more than {LARGEST_HEAD} elements"
     if max(q.shape[2], k.shape[2], *problem.sizes) >= _FAR:
         return "positions beyond 32 bits"
-    if any(wanted) and torch.are_deterministic_algorithms_enabled():
+    if any(wanted or ()) and torch.are_deterministic_algorithms_enabled():
         return "gradients of a program's tensors are summed by atomics, and deterministic algorithms are asked for"
     kinds = leaf_kinds(problem.leaves)
-    found = _functions(problem.text, kinds, _wanted_inputs(problem, wanted), True)
+    found = _functions(problem.text, kinds, _wanted_inputs(problem, wanted or ()), wanted is not None)
     return found if isinstance(found, str) else ""
 
 
@@ -101,7 +101,7 @@ def _leaves_behind(program: dict[str, Any], source: Any) -> set[int]:
 
 
 @dataclass
-class _Prepared:
+class Prepared:
     """A call made ready: what tiles load, and where the tiles lie."""
 
     problem: Problem
@@ -111,7 +111,7 @@ class _Prepared:
     extent: Extent
 
     @classmethod
-    def of(cls, problem: Problem, q: Tensor, k: Tensor, leaves: Sequence[Tensor]) -> _Prepared:
+    def of(cls, problem: Problem, q: Tensor, k: Tensor, leaves: Sequence[Tensor]) -> Prepared:
         q0, k0 = problem.origin[2], problem.origin[3]
         queries = positions(q0, 0, q.shape[2], problem.sizes[0], q.device)
         keys = positions(k0, 0, k.shape[2], problem.sizes[1], q.device)
@@ -144,10 +144,11 @@ class _Prepared:
             extent.last_key, *extent.bounds, max(sizes[0] - 1, 0), max(sizes[1] - 1, 0), q.shape[1] // k.shape[1],
         )  # fmt: skip
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, wanted: tuple[int, ...], pull: bool) -> Any:
+    def call(self, q: Tensor, k: Tensor, v: Tensor, wanted: tuple[int, ...] | None = None) -> Any:
+        """What the kernels are given; ``wanted``: inputs that get gradients, None for the forward."""
         from .kernels.launch import Call
 
-        functions = _functions(self.problem.text, leaf_kinds(self.problem.leaves), wanted, pull)
+        functions = _functions(self.problem.text, leaf_kinds(self.problem.leaves), wanted or (), wanted is not None)
         loaded: list[Any] = []
         for item, x in zip(self.tiles.inputs, self.inputs, strict=True):
             x = x.detach()
@@ -177,8 +178,8 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     out = q.new_empty(batch, heads, rows, v.shape[-1])
     lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
     q, k, v = _addressable(q, k, v)
-    prepared = _Prepared.of(problem, q, k, problem.leaves)
-    call = prepared.call(q, k, v, (), True)
+    prepared = Prepared.of(problem, q, k, problem.leaves)
+    call = prepared.call(q, k, v)
     tiles = launch.forward_tiles(call.size, q.element_size())
     lists = lists_of_queries(prepared.classes(tiles.block_q, tiles.block_k))
     launch.forward(call, lists, out, lse).run(q.device)
@@ -201,8 +202,8 @@ def backward(
     q, k, v, grad, out = _addressable(q, k, v, grad.to(q.dtype), out)
     leaves = [x.detach().requires_grad_() if want else x for x, want in zip(problem.leaves, wanted, strict=True)]
     with recorded():
-        prepared = _Prepared.of(problem, q, k, leaves)
-    call = prepared.call(q, k, v, (), True)
+        prepared = Prepared.of(problem, q, k, leaves)
+    call = prepared.call(q, k, v, ())
     delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
     share = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
     launch.delta(grad, out, share, delta).run(q.device)
@@ -211,7 +212,7 @@ def backward(
     for_keys, for_queries = prepared.maps(*sizes)
     _keys(call, lists_of_keys(for_keys), sizes[0][1], upstream, dk, dv)
     sums = [torch.zeros(prepared.inputs[i].shape, dtype=torch.float32, device=q.device) for i in wanted_inputs]
-    pulling = prepared.call(q, k, v, wanted_inputs, True)
+    pulling = prepared.call(q, k, v, wanted_inputs)
     launch.queries(call, lists_of_queries(for_queries), upstream, dq, pulling.functions.pull, sums).run(q.device)
     return dq, dk, dv, _leaf_gradients(prepared, leaves, wanted, wanted_inputs, sums, empty)
 
@@ -237,7 +238,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _leaf_gradients(
-    prepared: _Prepared, leaves: Sequence[Tensor], wanted: Sequence[bool], inputs: Sequence[int],
+    prepared: Prepared, leaves: Sequence[Tensor], wanted: Sequence[bool], inputs: Sequence[int],
     sums: Sequence[Tensor], found: list[Tensor],
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of leaves from those of what the tiles load."""
@@ -266,4 +267,4 @@ def count_tiles(problem: Problem, q: Tensor, k: Tensor, block_q: int = 128, bloc
     """
     from .tile_map import count_tiles as count
 
-    return count(_Prepared.of(problem, q, k, problem.leaves).classes(block_q, block_k))
+    return count(Prepared.of(problem, q, k, problem.leaves).classes(block_q, block_k))
