@@ -113,7 +113,7 @@ def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     floor = rows[0]["forward_ms"] + rows[0]["backward_ms"]
     for row in rows:
-        assert row["forward_ms"] > 0 and row["backward_ms"] > 0 and 0 < row["tiles"] <= row["all_tiles"] == 2
+        assert row["forward_ms"] > 0 and row["backward_ms"] > 0 and 0 < row["tiles"] <= row["all_tiles"] == 2 * 2
         assert row["ratio"] == pytest.approx((row["forward_ms"] + row["backward_ms"]) / floor)
     printed = capsys.readouterr().out
     assert "heads=2 key_heads=1" in printed and "| 96 | documents | autosp |" in printed and "worst" in printed

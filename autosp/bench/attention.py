@@ -1,8 +1,8 @@
 """Time block attention by kind of mask, forward and backward, beside torch's causal attention and other ways.
 
 Every mask is the program that a compiled model gets for it. "ratio" is the time of forward and backward over that of
-``scaled_dot_product_attention(is_causal=True)`` at the same shape; "tiles" says how many tiles of 128 x 64 of a
-head are visited, so a mask that hides much can be below 1.
+``scaled_dot_product_attention(is_causal=True)`` at the same shape; "tiles" says how many tiles of 128 x 64 of
+all heads are visited, so a mask that hides much can be below 1.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Mask:
 
 @dataclass
 class Row:
-    """One line: times in ms, None where it did not run and ``note`` says why; tiles visited of all of a head."""
+    """One line: times in ms, None where it did not run and ``note`` says why; tiles visited of all."""
 
     length: int
     mask: str
@@ -189,7 +189,7 @@ def _time(function: Callable[..., Tensor], operands: list[Tensor], repeats: int)
 
 
 def _tiles(mask: Mask, operands: list[Tensor]) -> tuple[int, int]:
-    """Tiles of one head that are visited, and all of them."""
+    """Tiles of all heads that are visited, and all of them."""
     q, k, _ = operands
     sizes = [q.shape[2], k.shape[2]]
     problem = blocks.Problem.of(mask.leaves, [], mask.program, 1.0, [0, 0, 0, 0], sizes, mask.bounds)

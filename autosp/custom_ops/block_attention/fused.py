@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from . import tile_map
 from .blocks import Problem, positions, recorded
 from .program import Block
 from .tile_map import Extent, TileLists, lists_of_keys, lists_of_queries, merged, tile_classes
@@ -260,11 +261,11 @@ def _leaf_gradients(
 
 
 def count_tiles(problem: Problem, q: Tensor, k: Tensor, block_q: int = 128, block_k: int = 64) -> tuple[int, int, int]:
-    """How many tiles of a call are empty, partial and full; for reports, since it waits for the device.
+    """How many tiles of a call, all its batch rows and heads, are empty, partial and full. It waits for the device.
 
     Raises:
         Unsupported: the program does not run on tiles.
     """
-    from .tile_map import count_tiles as count
-
-    return count(Prepared.of(problem, q, k, problem.leaves).classes(block_q, block_k))
+    classes = Prepared.of(problem, q, k, problem.leaves).classes(block_q, block_k)
+    empty, partial, full = tile_map.count_tiles(classes.expand(q.shape[0], q.shape[1], -1, -1))
+    return empty, partial, full
