@@ -119,7 +119,7 @@ def keys_kernel(
         factor = scale * LOG2E
     dk = tl.zeros([BLOCK_K, D_PAD], tl.float32)
     dv = tl.zeros([BLOCK_K, DV_PAD], tl.float32)
-    for one in range(0, shared):
+    for one in tl.range(0, shared):
         head = first_head + one
         wide_head = head.to(tl.int64)
         q_head = q_ptr + wide * q_strides[0] + wide_head * q_strides[1]
@@ -129,14 +129,14 @@ def keys_kernel(
         order = order_ptr + listed * order_strides[2]
         partial = tl.load(counts_ptr + listed * 2)
         full = tl.load(counts_ptr + listed * 2 + 1)
-        for i in range(0, partial):
+        for i in tl.range(0, partial):
             tile = tl.load(order + i).to(tl.int32)
             dk, dv = _visit_queries(
                 k, v, dk, dv, tile, q_head, grad_head, lse_ptr + rows_before, delta_ptr + rows_before, key, key_at,
                 key_ok, batch, head, place, q_strides, grad_strides, inputs, factor, CHANGE, SEE, PULL, HAS_SCORE,
                 HAS_MASK, True, D, DV, D_PAD, DV_PAD, BLOCK_Q, PRECISION,
             )  # fmt: skip
-        for i in range(partial, partial + full):
+        for i in tl.range(partial, partial + full):
             tile = tl.load(order + i).to(tl.int32)
             dk, dv = _visit_queries(
                 k, v, dk, dv, tile, q_head, grad_head, lse_ptr + rows_before, delta_ptr + rows_before, key, key_at,
@@ -209,14 +209,14 @@ def queries_kernel(
     if not HAS_SCORE:
         factor = scale * LOG2E
     dq = tl.zeros([BLOCK_Q, D_PAD], tl.float32)
-    for i in range(0, partial):
+    for i in tl.range(0, partial):
         tile = tl.load(order_ptr + i).to(tl.int32)
         dq = _visit_keys(
             q, grad, lse, delta, dq, tile, k_ptr, v_ptr, row, query_at, row_ok, batch, head, place, k_strides,
             v_strides, inputs, gradients, factor, CHANGE, SEE, PULL, HAS_SCORE, HAS_MASK, True, D, DV, D_PAD, DV_PAD,
             BLOCK_K, PRECISION,
         )  # fmt: skip
-    for i in range(partial, partial + full):
+    for i in tl.range(partial, partial + full):
         tile = tl.load(order_ptr + i).to(tl.int32)
         dq = _visit_keys(
             q, grad, lse, delta, dq, tile, k_ptr, v_ptr, row, query_at, row_ok, batch, head, place, k_strides,

@@ -82,13 +82,13 @@ def forward_kernel(
     factor = scale
     if not HAS_SCORE:
         factor = scale * LOG2E
-    for i in range(0, partial):
+    for i in tl.range(0, partial):
         tile = tl.load(order_ptr + i).to(tl.int32)
         acc, top, total = _visit(
             q, acc, top, total, tile, k_ptr, v_ptr, row, query_at, row_ok, batch, head, place, k_strides, v_strides,
             inputs, factor, CHANGE, SEE, HAS_SCORE, HAS_MASK, True, D, DV, D_PAD, DV_PAD, BLOCK_K, PRECISION,
         )  # fmt: skip
-    for i in range(partial, partial + full):
+    for i in tl.range(partial, partial + full):
         tile = tl.load(order_ptr + i).to(tl.int32)
         acc, top, total = _visit(
             q, acc, top, total, tile, k_ptr, v_ptr, row, query_at, row_ok, batch, head, place, k_strides, v_strides,
