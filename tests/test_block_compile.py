@@ -48,7 +48,7 @@ def launches(name: str, dtype: torch.dtype, size: int) -> dict[str, Any]:
     row = meta(torch.float32, 1, HEADS, LENGTH)
     place = (HEADS, LENGTH, LENGTH, 0, 0, 0, 0, 0, LENGTH, -5, 2**31 - 1, LENGTH - 1, LENGTH - 1, HEADS // KEY_HEADS)
     call = launch.Call(q, k, k, functions, program.score is not None, program.mask is not None, tuple(inputs) or (q,),
-                       place, 0.1)  # fmt: skip
+                       place, 0.1, any(x.kind != "vector" for x in program.inputs))  # fmt: skip
     lists = TileLists(meta(torch.int16, 1, 1, 128, 256), meta(torch.int32, 1, 1, 128, 2))
     upstream = launch.Upstream(q, row, row)
     buffers = [row for _ in wanted]
@@ -125,7 +125,11 @@ def check(name: str, dtype: torch.dtype, size: int, kernels: tuple[str, ...], fo
 
 @pytest.mark.parametrize(
     ("name", "size", "kernels"),
-    [("document", 128, ("forward", "keys", "queries", "delta")), ("alibi", 64, ("queries",))],
+    [
+        ("document", 128, ("forward", "keys", "queries", "delta")),
+        ("alibi", 64, ("queries",)),
+        ("table", 128, ("keys",)),
+    ],
 )
 def test_kernels_compile(name: str, size: int, kernels: tuple[str, ...], tmp_path: Path):
     check(name, torch.bfloat16, size, kernels, tmp_path)

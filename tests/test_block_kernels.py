@@ -239,6 +239,12 @@ def test_what_the_kernels_leave_to_the_plain_blocks(monkeypatch: pytest.MonkeyPa
     assert "a power of" in fused.refusal(power, q, k, v)
     log2 = json.dumps({"steps": [["aten::log2", [{"score": 0}], {}]], "score": {"step": 0}})
     assert fused.refusal(blocks.Problem.of(leaves, [], log2, *rest[2:]), q, k, v) == "aten::log2"
+    _, tables, table_rest = arguments("table")
+    monkeypatch.setattr(fused, "_FAR", 19)
+    assert "a table of more" not in fused.refusal(blocks.Problem.of(tables, *table_rest), q, k, v)
+    long = [torch.zeros(12, HEADS, device=DEVICE)]
+    assert "a table of more elements" in fused.refusal(blocks.Problem.of(long, *table_rest), q, k, v)
+    monkeypatch.undo()
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert "atomics" in fused.refusal(problem, q, k, v, [True] * 3)
     assert fused.refusal(problem, q, k, v, [False] * 3) == ""

@@ -50,7 +50,12 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[
         return "gradients of a program's tensors are summed by atomics, and deterministic algorithms are asked for"
     kinds = leaf_kinds(problem.leaves)
     found = _functions(problem.text, kinds, _wanted_inputs(problem, wanted or ()), wanted is not None)
-    return found if isinstance(found, str) else ""
+    if isinstance(found, str):
+        return found
+    tables = [x.source[1] for x in tile_program(problem.text, kinds).inputs if x.kind == "table"]
+    return (
+        "a table of more elements than 32 bits count" if any(problem.leaves[at].numel() > _FAR for at in tables) else ""
+    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -159,7 +164,8 @@ class Prepared:
             elif item.kind == "table":
                 loaded += list(x.shape)
         return Call(q, k, v, functions, self.tiles.score is not None, self.tiles.mask is not None,
-                    tuple(loaded) or (q,), self.place(q, k), self.problem.scale)  # fmt: skip
+                    tuple(loaded) or (q,), self.place(q, k), self.problem.scale,
+                    any(item.kind != "vector" for item in self.tiles.inputs))  # fmt: skip
 
 
 def _addressable(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -173,7 +173,7 @@ class _Body:
         for dim, index in enumerate(indices):
             size = f"inputs[{table.slots[dim]}]"
             part = f"{name}_{dim}"
-            self.lines.append(f"{part} = {cast(index, torch.int64)}")
+            self.lines.append(f"{part} = {cast(index, torch.int64, index.narrow)}")
             self.lines.append(f"{part} = tl.where({part} < 0, {part} + {size}, {part})")
             inside.append(f"({part} >= 0) & ({part} < {size})")
             offset = f"({offset}) * {size} + {part}" if offset else part

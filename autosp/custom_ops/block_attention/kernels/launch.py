@@ -34,6 +34,8 @@ class Call:
         inputs: tensors that tiles load, each followed by its strides or sizes.
         place: where the rows lie, as ``common`` lists them, heads to group.
         scale: factor of the scores.
+        loads_tiles: whether a tile loads more than vectors. Such loads would be kept in shared memory for every stage
+            of the pipeline, which has no room for them: the kernel then has one stage.
     """
 
     q: Tensor
@@ -45,6 +47,10 @@ class Call:
     inputs: tuple[Any, ...]
     place: tuple[int, ...]
     scale: float
+    loads_tiles: bool = False
+
+    def options(self, tiles: Tiles) -> dict[str, int]:
+        return {"num_warps": tiles.num_warps, "num_stages": 1 if self.loads_tiles else tiles.num_stages}
 
     @property
     def size(self) -> int:
@@ -84,10 +90,6 @@ def backward_tiles(size: int, element_size: int) -> tuple[Tiles, Tiles]:
     return keys_tiles(size, element_size), queries_tiles(size, element_size)
 
 
-def _options(tiles: Tiles) -> dict[str, int]:
-    return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-
-
 def _order(lists: TileLists) -> dict[str, Any]:
     batch, heads, blocks, others = lists.order.shape
     strides = (heads * blocks if batch > 1 else 0, blocks if heads > 1 else 0, others)
@@ -102,7 +104,7 @@ def forward(call: Call, lists: TileLists, out: Tensor, lse: Tensor) -> Launch:
         "place": call.place, "scale": call.scale, **call.strides(), **_order(lists), **call.constants(tiles),
     }  # fmt: skip
     programs = triton.cdiv(call.q.shape[2], tiles.block_q) * call.q.shape[0] * call.q.shape[1]
-    return Launch(forward_kernel, programs, arguments, _options(tiles))
+    return Launch(forward_kernel, programs, arguments, call.options(tiles))
 
 
 def delta(grad: Tensor, out: Tensor, grad_lse: Tensor | None, into: Tensor) -> Launch:
@@ -137,7 +139,7 @@ def keys(call: Call, lists: TileLists, upstream: Upstream, dk: Tensor, dv: Tenso
         "place": call.place, "scale": call.scale, "shared": call.q.shape[1] // max(1, lines), **upstream.arguments(),
         **call.strides(), **_order(lists), **call.constants(tiles, PULL=call.functions.pull),
     }  # fmt: skip
-    return Launch(keys_kernel, triton.cdiv(count, tiles.block_k) * batch * lines, arguments, _options(tiles))
+    return Launch(keys_kernel, triton.cdiv(count, tiles.block_k) * batch * lines, arguments, call.options(tiles))
 
 
 def queries(
@@ -151,4 +153,4 @@ def queries(
         **call.strides(), **_order(lists), **call.constants(tiles, PULL=pull),
     }  # fmt: skip
     programs = triton.cdiv(call.q.shape[2], tiles.block_q) * call.q.shape[0] * call.q.shape[1]
-    return Launch(queries_kernel, programs, arguments, _options(tiles))
+    return Launch(queries_kernel, programs, arguments, call.options(tiles))

@@ -1,8 +1,8 @@
 """Tile sizes of the kernels, by the padded size of a head and the width of its elements.
 
 Those of 16 bits are what torch's flex_attention takes by default on a GPU of compute capability 9.0
-(torch/_inductor/template_heuristics/triton.py of torch 2.13), whose kernels have the same shape, but for 8 warps in the
-backward of heads of 256, where 4 spill 1.8 KiB a thread. Those of fp32, which has no tensor cores at full precision,
+(torch/_inductor/template_heuristics/triton.py of torch 2.13), whose kernels have the same shape, but for 8 warps and
+fewer queries in the backward of heads of 256, where those spill 1.8 KiB a thread. Those of fp32, which has no tensor cores at full precision,
 are the largest that spill little. tests/test_block_compile.py holds registers and shared memory to bounds.
 """
 
@@ -35,7 +35,7 @@ def forward_tiles(size: int, element_size: int) -> Tiles:
 def keys_tiles(size: int, element_size: int) -> Tiles:
     if element_size == 4:
         return Tiles(32, 32, 8, 1) if size <= 128 else Tiles(16, 32, 8, 1)
-    return Tiles(64, 64, 4, 3) if size < 64 else Tiles(64, 128, 8, 3) if size <= 128 else Tiles(64, 64, 8, 2)
+    return Tiles(64, 64, 4, 3) if size < 64 else Tiles(64, 128, 8, 3) if size <= 128 else Tiles(32, 64, 8, 2)
 
 
 def queries_tiles(size: int, element_size: int) -> Tiles:
