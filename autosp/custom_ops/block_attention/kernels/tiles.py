@@ -2,8 +2,9 @@
 
 Those of 16 bits are what torch's flex_attention takes by default on a GPU of compute capability 9.0
 (torch/_inductor/template_heuristics/triton.py of torch 2.13), whose kernels have the same shape, but for 8 warps and
-fewer queries in the backward of heads of 256, where those spill 1.8 KiB a thread. Those of fp32, which has no tensor cores at full precision,
-are the largest that spill little. tests/test_block_compile.py holds registers and shared memory to bounds.
+fewer queries in the backward of heads of 256, where those spill 1.8 KiB a thread. Those of fp32, which has no tensor
+cores at full precision, are the largest that spill little. tests/test_block_compile.py holds registers and shared
+memory to bounds.
 """
 
 from __future__ import annotations
