@@ -204,12 +204,18 @@ def test_a_length_that_fails_is_a_row_that_says_why(
 def test_every_way_computes_the_same_loss(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     arguments = ["--device", "cpu", "--dtype", "float32", "--inner-backend", "aot_eager", "--steps", "1"]
-    names = [OURS, "Ulysses by hand, compiled", "one GPU, compiled"]
+    names = [OURS, "Ulysses by hand, compiled", "one GPU, compiled", "DeepSpeed Ulysses"]
     only = [part for name in names for part in ("--only", name)]
     assert run("bench", "step", *arguments, *only, "--json", str(file)) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["method"] for row in rows] == names and all(row["seconds"] > 0 for row in rows)
     assert max(row["loss"] for row in rows) - min(row["loss"] for row in rows) < 1e-5
+
+
+def test_a_row_that_trains_on_something_else_is_noted() -> None:
+    rows = [StepRow(name, 8, 2, loss=loss) for name, loss in ((OURS, 5.0), ("x", 5.00001), ("y", 5.1), ("z", None))]
+    bench_step.note_losses(rows, OURS, "float32")
+    assert [row.note for row in rows] == ["", "", "its loss differs by +0.10000", ""]
 
 
 def test_the_table_of_a_failed_row() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ BY_HAND = "Ulysses by hand, compiled"
 ONE = "one GPU, compiled"
 CONTEXT_PARALLEL = "torch context_parallel"
 DEEPSPEED = "DeepSpeed Ulysses"
-METHODS = (OURS, BY_HAND, ONE, CONTEXT_PARALLEL, DEEPSPEED)
+DEEPSPEED_AUTOSP = "DeepSpeed AutoSP"
+METHODS = (OURS, BY_HAND, ONE, CONTEXT_PARALLEL, DEEPSPEED, DEEPSPEED_AUTOSP)
 
 
 @dataclass
@@ -87,8 +89,12 @@ class StepRow:
 
 def missing(method: str) -> str:
     """Why a method cannot run here, or empty."""
-    needed = {DEEPSPEED: "deepspeed", ONE: "transformers"}.get(method, "transformers")
-    return "" if importlib.util.find_spec(needed) is not None else f"{needed} is not installed"
+    for needed in ("transformers", *(["deepspeed"] if "DeepSpeed" in method else [])):
+        if importlib.util.find_spec(needed) is None:
+            return f"{needed} is not installed"
+    if method == DEEPSPEED_AUTOSP and importlib.util.find_spec("deepspeed.compile.init_sp") is None:
+        return "this deepspeed has no AutoSP"
+    return ""
 
 
 def run(settings: StepSettings) -> list[StepRow]:
@@ -189,6 +195,7 @@ def _method(settings: StepSettings, model: Any) -> Iterator[Step]:
         BY_HAND: _by_hand,
         CONTEXT_PARALLEL: _context_parallel,
         DEEPSPEED: _deepspeed,
+        DEEPSPEED_AUTOSP: _deepspeed_autosp,
     }
     if settings.method not in makers:
         raise ConfigError(f"unknown method {settings.method!r}; allowed are {list(makers)}")
@@ -302,3 +309,29 @@ def _deepspeed(settings: StepSettings, model: Any) -> Iterator[Step]:
         yield step
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+
+
+@contextmanager
+def _deepspeed_autosp(settings: StepSettings, model: Any) -> Iterator[Step]:
+    """DeepSpeed's AutoSP: its passes over the graph of the unmodified model, without its engine; sums by hand."""
+    import deepspeed
+    from deepspeed.compile.init_sp import init_autosp
+    from deepspeed.compile.passes.sp_compile import prepare_autosp_inputs
+
+    deepspeed.init_distributed("nccl" if settings.device == "cuda" else "gloo")
+    ranks = dist.get_world_size()
+    config = SimpleNamespace(_param_dict={"sequence_parallel_size": ranks})
+    compiled = torch.compile(model, backend=init_autosp(config), dynamic=True)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        _check_divides(ids.shape[1])
+        ids, labels, mask = ids.clone(), ids.clone(), torch.ones_like(ids)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        prepare_autosp_inputs(ids, labels, positions, mask, seq_dim=1)
+        loss = compiled(input_ids=ids, labels=labels, position_ids=positions, attention_mask=mask).loss
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        return loss.detach()
+
+    yield step

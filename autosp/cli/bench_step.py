@@ -16,6 +16,10 @@ from autosp.cli.settings import INNER_BACKENDS, parse_size
 from autosp.errors import ConfigError
 
 
+# Relative; losses of the same tokens by other kernels.
+_SAME_LOSS = {"float32": 1e-5, "bfloat16": 1e-3}
+
+
 def step(
     lengths: Annotated[
         str,
@@ -85,6 +89,7 @@ def step(
             found = _run(settings, nproc, debug)
             rows += found
             tell(f"{sum(row.seconds is not None for row in found)} of {len(tokens)} lengths")
+    note_losses(rows, measuring.OURS, dtype)
     print(table(rows))
     about = {
         "nproc": nproc,
@@ -159,6 +164,15 @@ def _run(settings: Any, nproc: int, debug: bool) -> list[Any]:
         left = [length for length in settings.lengths if length not in done]
         rows += [StepRow(settings.method, n, nproc, note=text[:200] if n == left[0] else "not tried") for n in left]
     return rows
+
+
+def note_losses(rows: list[Any], reference: str, dtype: str) -> None:
+    """Say of a row that its loss is not ours at that length: it trains on something else."""
+    ours = {row.length: row.loss for row in rows if row.method == reference}
+    for row in rows:
+        loss = ours.get(row.length)
+        if loss is not None and row.loss is not None and abs(row.loss - loss) > _SAME_LOSS[dtype] * abs(loss):
+            row.note = f"its loss differs by {row.loss - loss:+.5f}" + (f"; {row.note}" if row.note else "")
 
 
 def table(rows: list[Any]) -> str:
