@@ -97,12 +97,12 @@ def source_of(launch: Any) -> Any:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
-def compiled(launch: Any, folder: Path) -> tuple[Any, dict[str, int]]:
-    """The kernel for compute capability 9.0, and its registers (REG) and bytes of stack, where it spills (STACK)."""
+def compiled(launch: Any, folder: Path, capability: int = 90) -> tuple[Any, dict[str, int]]:
+    """The kernel for a compute capability, and its registers (REG) and bytes of stack, where it spills (STACK)."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    kernel = triton.compile(source_of(launch), target=GPUTarget("cuda", 90, 32), options=launch.options)
+    kernel = triton.compile(source_of(launch), target=GPUTarget("cuda", capability, 32), options=launch.options)
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", str(cubin)]
@@ -147,3 +147,17 @@ def test_every_size_compiles(name: str, size: int, dtype: torch.dtype, tmp_path:
 @pytest.mark.parametrize("name", CASES)
 def test_every_mask_compiles(name: str, tmp_path: Path):
     check(name, torch.float16, 80, ("forward", "keys", "queries"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_kernels_fit_small_devices(size: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from autosp.custom_ops.block_attention.kernels import launch
+
+    monkeypatch.setattr(launch, "room_of", lambda _: 99 * 1024)
+    for name in ("document", "table"):
+        made = launches(name, dtype, size)
+        for which in ("forward", "keys", "queries"):
+            kernel, usage = compiled(made[which], tmp_path, capability=86)
+            assert kernel.metadata.shared <= 99 * 1024, (name, which, usage, kernel.metadata.shared)

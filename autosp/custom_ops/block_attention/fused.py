@@ -38,6 +38,8 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[
     """
     if not dispatch.triton_usable(q, k, v):
         return "no kernels for this device and dtype, or AUTOSP_TRITON=0"
+    if q.is_cuda and torch.version.hip is not None:
+        return "no tile sizes for this device"
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}"
     if q.dtype == torch.bfloat16 and dispatch.triton_interpreted():
@@ -187,8 +189,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     q, k, v = _addressable(q, k, v)
     prepared = Prepared.of(problem, q, k, problem.leaves)
     call = prepared.call(q, k, v)
-    tiles = launch.forward_tiles(call.size, q.element_size())
-    lists = lists_of_queries(prepared.classes(tiles.block_q, tiles.block_k))
+    lists = lists_of_queries(prepared.classes(*launch.tile_sizes(call)[0]))
     launch.forward(call, lists, out, lse).run(q.device)
     return out, lse
 
@@ -215,7 +216,7 @@ def backward(
     share = None if grad_lse is None else grad_lse.to(torch.float32).contiguous()
     launch.delta(grad, out, share, delta).run(q.device)
     upstream = launch.Upstream(grad, lse.contiguous(), delta)
-    sizes = [(x.block_q, x.block_k) for x in launch.backward_tiles(call.size, q.element_size())]
+    _, *sizes = launch.tile_sizes(call)
     for_keys, for_queries = prepared.maps(*sizes)
     _keys(call, lists_of_keys(for_keys), sizes[0][1], upstream, dk, dv)
     sums = [torch.zeros(prepared.inputs[i].shape, dtype=torch.float32, device=q.device) for i in wanted_inputs]

@@ -6,6 +6,7 @@ Arguments are made apart from launching, so that a test can compile the kernels 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from ..tile_map import TileLists
 from .backward import delta_kernel, keys_kernel, queries_kernel
 from .forward import forward_kernel
 from .generate import TileFunctions
-from .tiles import Tiles, forward_tiles, keys_tiles, padded, queries_tiles
+from .tiles import LARGE_ROOM, Tiles, forward_tiles, keys_tiles, padded, queries_tiles
 
 DELTA_BLOCK = 64
 
@@ -85,9 +86,23 @@ class Launch:
                 self.kernel[(self.programs,)](**self.arguments, **self.options)
 
 
-def backward_tiles(size: int, element_size: int) -> tuple[Tiles, Tiles]:
-    """Tiles of ``keys`` and of ``queries``."""
-    return keys_tiles(size, element_size), queries_tiles(size, element_size)
+def room_of(x: Tensor) -> int:
+    """Bytes of shared memory that a program can have on the device of ``x``."""
+    if x.device.type != "cuda":
+        return LARGE_ROOM
+    return _room(torch.cuda.current_device() if x.device.index is None else x.device.index)
+
+
+@functools.lru_cache(maxsize=64)
+def _room(index: int) -> int:
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+
+
+def tile_sizes(call: Call) -> list[tuple[int, int]]:
+    """Queries and keys of a tile of ``forward``, ``keys`` and ``queries``."""
+    room = room_of(call.q)
+    made = [choose(call.size, call.q.element_size(), room) for choose in (forward_tiles, keys_tiles, queries_tiles)]
+    return [(tiles.block_q, tiles.block_k) for tiles in made]
 
 
 def _order(lists: TileLists) -> dict[str, Any]:
@@ -98,7 +113,7 @@ def _order(lists: TileLists) -> dict[str, Any]:
 
 def forward(call: Call, lists: TileLists, out: Tensor, lse: Tensor) -> Launch:
     """Writes ``out`` and ``lse``, both contiguous; ``lists`` by block of queries."""
-    tiles = forward_tiles(call.size, call.q.element_size())
+    tiles = forward_tiles(call.size, call.q.element_size(), room_of(call.q))
     arguments = {
         "q_ptr": call.q, "k_ptr": call.k, "v_ptr": call.v, "out_ptr": out, "lse_ptr": lse, "inputs": call.inputs,
         "place": call.place, "scale": call.scale, **call.strides(), **_order(lists), **call.constants(tiles),
@@ -132,7 +147,7 @@ class Upstream:
 
 def keys(call: Call, lists: TileLists, upstream: Upstream, dk: Tensor, dv: Tensor) -> Launch:
     """Writes ``dk`` and ``dv``, ``[batch, heads / shared, keys, size]``, contiguous; ``lists`` by block of keys."""
-    tiles = keys_tiles(call.size, call.q.element_size())
+    tiles = keys_tiles(call.size, call.q.element_size(), room_of(call.q))
     batch, lines, count, _ = dk.shape
     arguments = {
         "q_ptr": call.q, "k_ptr": call.k, "v_ptr": call.v, "dk_ptr": dk, "dv_ptr": dv, "inputs": call.inputs,
@@ -146,7 +161,7 @@ def queries(
     call: Call, lists: TileLists, upstream: Upstream, dq: Tensor, pull: Callable[..., Any], gradients: Sequence[Tensor]
 ) -> Launch:
     """Writes ``dq``, contiguous, and adds to ``gradients`` by ``pull``; ``lists`` by block of queries."""
-    tiles = queries_tiles(call.size, call.q.element_size())
+    tiles = queries_tiles(call.size, call.q.element_size(), room_of(call.q))
     arguments = {
         "q_ptr": call.q, "k_ptr": call.k, "v_ptr": call.v, "dq_ptr": dq, "inputs": call.inputs, "place": call.place,
         "gradients": tuple(gradients) or (upstream.delta,), "scale": call.scale, **upstream.arguments(),

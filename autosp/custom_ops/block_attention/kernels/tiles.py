@@ -27,19 +27,29 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def forward_tiles(size: int, element_size: int) -> Tiles:
+# Shared memory of a program on compute capability 9.0; with less, tiles fit the 99 KiB of the smallest devices.
+LARGE_ROOM = 227 * 1024
+
+
+def forward_tiles(size: int, element_size: int, room: int = LARGE_ROOM) -> Tiles:
     if element_size == 4:
         return Tiles(64, 32, 8, 1) if size <= 64 else Tiles(32, 32, 8, 1) if size <= 128 else Tiles(32, 16, 8, 1)
+    if room < LARGE_ROOM:
+        return Tiles(128, 64, 4, 2) if size <= 64 else Tiles(64, 32, 4, 2) if size <= 128 else Tiles(32, 32, 4, 1)
     return Tiles(128, 128, 4, 3) if size <= 64 else Tiles(128, 64, 8, 3) if size <= 128 else Tiles(64, 32, 4, 3)
 
 
-def keys_tiles(size: int, element_size: int) -> Tiles:
+def keys_tiles(size: int, element_size: int, room: int = LARGE_ROOM) -> Tiles:
     if element_size == 4:
-        return Tiles(32, 32, 8, 1) if size <= 128 else Tiles(16, 32, 8, 1)
+        return Tiles(32, 32, 8, 1) if size <= 128 else Tiles(16, 32 if room >= LARGE_ROOM else 16, 8, 1)
+    if room < LARGE_ROOM:
+        return Tiles(64, 64, 4, 2) if size <= 64 else Tiles(32, 64, 4, 1) if size <= 128 else Tiles(32, 32, 8, 1)
     return Tiles(64, 64, 4, 3) if size < 64 else Tiles(64, 128, 8, 3) if size <= 128 else Tiles(32, 64, 8, 2)
 
 
-def queries_tiles(size: int, element_size: int) -> Tiles:
+def queries_tiles(size: int, element_size: int, room: int = LARGE_ROOM) -> Tiles:
     if element_size == 4:
-        return Tiles(32, 32, 8, 1) if size <= 128 else Tiles(32, 16, 8, 1)
+        return Tiles(32, 32, 8, 1) if size <= 128 else Tiles(32 if room >= LARGE_ROOM else 16, 16, 8, 1)
+    if room < LARGE_ROOM:
+        return Tiles(64, 64, 4, 2) if size <= 64 else Tiles(64, 32, 4, 1) if size <= 128 else Tiles(32, 32, 8, 1)
     return Tiles(64, 64, 4, 3) if size < 64 else Tiles(128, 64, 8, 3) if size <= 128 else Tiles(64, 64, 8, 2)
