@@ -15,7 +15,6 @@ from autosp.cli.progress import reporter
 from autosp.cli.settings import INNER_BACKENDS, parse_size
 from autosp.errors import ConfigError
 
-
 # Relative; losses of the same tokens by other kernels.
 _SAME_LOSS = {"float32": 1e-5, "bfloat16": 1e-3}
 
