@@ -310,6 +310,7 @@ def _shard_head(state: AutoSPState, model: torch.nn.Module | None) -> None:
         state.mesh["tp"],
         embedding=state.config.vocab_parallel_embedding,
         ce_backend=state.config.vocab_parallel_ce_backend,
+        verify_inputs=state.config.verify == "inputs",
     )
 
 

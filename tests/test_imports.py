@@ -34,7 +34,7 @@ ALLOWED = {
     "plan.": {"backend", "errors", "layers", "mesh", "plan", "report"},
     "mesh": {"agreement", "config", "dynamo_settings", "errors", "layers", "weights"},
     "weights": {"agreement", "errors", "mesh"},
-    "layers.": {"custom_ops", "errors", "layers"},
+    "layers.": {"custom_ops", "errors", "layers", "randomness"},
     "layout.": {"errors", "layout", "location"},
     "passes.": {"custom_ops", "errors", "layout", "location"},
 }

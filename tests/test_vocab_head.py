@@ -235,6 +235,9 @@ def load(rank_info: Any, folder: str, expected: dict[str, torch.Tensor], saved: 
     if tp > 1:
         state = optimizer_state_with_rows(model, get_optimizer_state_dict(model, optimizer))
         dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=f"{folder}/{tp}")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
 
 
 def test_checkpoints_move_between_sizes_and_to_dense_models(ranks: RankPool, tmp_path: Path) -> None:
@@ -281,6 +284,17 @@ def test_heads_that_are_found() -> None:
     assert plan_lm_head(zoo.build("llama", tie_word_embeddings=False)).name == "lm_head"
     assert plan_lm_head(zoo.build("opt", tie_word_embeddings=False)).name == "lm_head"
     assert plan_lm_head(toys.build()).name == "head"
+    # The plan comes first, then what the model says itself, then sizes.
+    model = zoo.build("llama", tie_word_embeddings=False, num_hidden_layers=1)
+    model.other = nn.Linear(64, zoo.VOCAB)
+    assert plan_lm_head(model).name == "lm_head"
+    model.get_output_embeddings = lambda: model.other
+    assert plan_lm_head(model).name == "lm_head"
+    two = Two()
+    two.get_output_embeddings = lambda: two.b
+    assert plan_lm_head(two).name == "b"
+    two._tp_plan = {"a": "colwise_gather_output", "b": "rowwise", "c": "colwise", "layers.*.x": "colwise"}
+    assert plan_lm_head(two).name == "a"
     assert plan_lm_head(toys.build(tied=True), embedding=True).embedding == "embed"
 
 
@@ -293,6 +307,9 @@ def test_heads_that_are_refused_leave_the_model_untouched() -> None:
 
     refused(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4)), "Sequential has no LM head")
     refused(Two(), "several layers may be the LM head, by the linear layers as wide as the vocabulary: a, b")
+    planned = Two()
+    planned._tp_plan = {"a": "colwise", "b": "colwise"}
+    refused(planned, "several layers may be the LM head, by the tensor-parallel plan: a, b")
     tied = toys.build(tied=True)
     refused(tied, "the LM head 'head' is tied to 'embed.weight'")
     refused(zoo.build("gpt2"), "'lm_head' is tied to 'transformer.wte.weight'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +154,27 @@ def test_operators(ranks: RankPool) -> None:
     ranks.run(operators, world_size=2)
 
 
+def sums_of_hidden_gradients(rank_info: Any, how: str) -> torch.Tensor:
+    """One rank's part is 256 and the others' 1: 259, and a sum in bfloat16 in any order loses some of it."""
+    layer = autosp.VocabParallelLinear(4, 4, False, dist.group.WORLD, output="local", dtype=torch.bfloat16)
+    x = torch.zeros(1, 4, dtype=torch.bfloat16, requires_grad=True)
+    parts = torch.ones(4)
+    parts[rank_info.rank] = 256.0  # of the gradient's element r, rank r has the large part
+    with torch.no_grad():
+        layer.weight.copy_(parts.unsqueeze(0))
+    if how == "full":
+        layer.output = "full"
+    layer(x).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("how", ["local", "full"])
+def test_gradients_of_hidden_states_are_summed_in_fp32(ranks: RankPool, how: str) -> None:
+    for grad in ranks.run(sums_of_hidden_gradients, how, world_size=4):
+        assert torch.equal(grad, torch.full((1, 4), 259.0).bfloat16())
+
+
 def clip(rank_info: Any, norm_type: float) -> None:
     model = toys.build(tied=norm_type == 2.0, vocab=49)
     reference = copy.deepcopy(model)
@@ -200,6 +222,34 @@ def refusals_of_states(rank_info: Any) -> None:
 
 def test_states_that_would_mix_up_rows_are_refused(ranks: RankPool) -> None:
     ranks.run(refusals_of_states, world_size=2)
+
+
+def states_of_one_rank(rank_info: Any, folder: str) -> None:
+    model = nn.Sequential(autosp.VocabParallelLinear(3, 6, False, dist.group.WORLD))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model[0].weight.grad = torch.full((3, 3), 1.0 + rank_info.rank)
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/{rank_info.rank}.pt")
+    dist.barrier()
+    mine, first = (torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in (rank_info.rank, 0))
+    model.load_state_dict(mine["model"])
+    optimizer.load_state_dict(mine["optimizer"])
+    optimizer.step()
+    if rank_info.rank == 0:
+        return
+    before = model[0].weight.detach().clone()
+    with pytest.raises(InputError, match=r"0.weight holds the rows of rank \[0\] of the group, and this is rank 1"):
+        model.load_state_dict(first["model"])
+    optimizer.load_state_dict(first["optimizer"])
+    with pytest.raises(
+        InputError, match=r"they are of rows \[0, 3\) of 6, rank 0 of 2, and this rank holds rows \[3, 6\)"
+    ):
+        optimizer.step()
+    assert torch.equal(model[0].weight, before)
+
+
+def test_states_that_one_rank_saved_are_refused_on_the_others(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(states_of_one_rank, str(tmp_path), world_size=2)
 
 
 def test_bad_arguments_of_layers_and_losses() -> None:

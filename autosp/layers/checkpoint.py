@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import InputError
+from .optimizers import ROWS
 from .sharded import vocab_sharded_parameters
 
 
@@ -47,7 +48,7 @@ def optimizer_state_with_rows(model: nn.Module, state: dict[str, Any]) -> dict[s
             continue
         shape = model.get_parameter(name).shape
         states[name] = {key: _with_rows(module, name, key, value, shape) for key, value in states[name].items()}
-    return {**state, "state": states}
+    return _unmarked({**state, "state": states})
 
 
 def optimizer_state_without_rows(state: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +57,15 @@ def optimizer_state_without_rows(state: dict[str, Any]) -> dict[str, Any]:
         name: {key: v.to_local() if isinstance(v, DTensor) else v for key, v in values.items()}
         for name, values in _states(state).items()
     }
-    return {**state, "state": states}
+    return _unmarked({**state, "state": states})
+
+
+def _unmarked(state: dict[str, Any]) -> dict[str, Any]:
+    """Without the marks that say whose rows the states are of: with DTensors they are of all ranks."""
+    if "param_groups" not in state:
+        return state
+    groups = [{key: value for key, value in group.items() if key != ROWS} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
 
 
 def _states(state: Any) -> dict[str, Any]:

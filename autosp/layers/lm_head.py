@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import InputError
-from . import methods, registry
+from . import alike, methods, registry
 from .deferred import DeferredLogits
 from .embedding import VocabParallelEmbedding, check_embedding
 from .linear import VocabParallelLinear, is_vocab_sharded
@@ -35,7 +35,13 @@ class HeadPlan:
 
 
 def shard_lm_head(
-    model: nn.Module, tp_group: Any, *, embedding: bool = False, ce_backend: str = "torch", output: str = "dtensor"
+    model: nn.Module,
+    tp_group: Any,
+    *,
+    embedding: bool = False,
+    ce_backend: str = "torch",
+    output: str = "dtensor",
+    verify_inputs: bool = True,
 ) -> HeadPlan:
     """Replace the LM head of ``model``, in place, by a `VocabParallelLinear`; what ``autosp.initialize`` calls.
 
@@ -48,6 +54,8 @@ def shard_lm_head(
         embedding: shard an embedding that is tied to the head together with it; they stay one parameter.
         ce_backend: "fused_linear": the loss without logits; "torch", "liger": from sharded logits.
         output: as for `VocabParallelLinear`.
+        verify_inputs: have the model, where it runs without the compiler, raise a RankMismatchError on every rank of
+            the group when they are given different inputs; an all-gather of 32 bytes at each call.
 
     Raises:
         InputError: no head, several candidates, a tied head without ``embedding``, a head or embedding that is no plain
@@ -75,6 +83,8 @@ def shard_lm_head(
     _install_loss(model, new.deferred)
     if group.name:
         methods.install(model)
+        if verify_inputs:
+            alike.install(model, group.name)
     model.register_forward_hook(_finish_outputs, with_kwargs=True)
     return plan
 

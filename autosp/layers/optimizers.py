@@ -19,7 +19,7 @@ import torch
 
 from ..errors import InputError
 from . import registry
-from .registry import key, parameter_groups
+from .registry import key, parameter_groups, parameter_rows
 
 _ELEMENTWISE = (
     torch.optim.SGD,
@@ -34,24 +34,28 @@ _ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-# Of each optimizer: when it was looked at, and whether it has sharded rows.
-_SEEN: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], bool]] = weakref.WeakKeyDictionary()
+# In a group of parameters: whose rows its states are of. It is saved and loaded with them.
+ROWS = "vocab_parallel_rows"
+# Of each optimizer: when it was looked at, and which sharded rows each of its groups has ("" for none).
+_SEEN: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], list[str]]] = weakref.WeakKeyDictionary()
 _STEPS = 3
 _FRAMES = 16
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Before a step on sharded rows: refuse an optimizer whose update of some rows depends on the others (each is tried
-    once), and a step that this rank alone might take.
+    once), states that are of another rank's rows, and a step that this rank alone might take.
 
     Raises:
         InputError: with the name of the optimizer and what to use instead.
     """
     stamp = registry.version(), len(optimizer.param_groups)
-    if _SEEN.get(optimizer, ((), False))[0] != stamp:
+    if optimizer not in _SEEN or _SEEN[optimizer][0] != stamp:
         _check_for_replaced(optimizer)
-        _SEEN[optimizer] = stamp, _has_rows_treated_alike(optimizer)
-    if _SEEN[optimizer][1] and _is_under_a_scaler_of_one_rank():
+        _SEEN[optimizer] = stamp, _rows_of(optimizer) if _has_rows_treated_alike(optimizer) else []
+    rows = _SEEN[optimizer][1]
+    _check_states(optimizer, rows)
+    if rows and _is_under_a_scaler_of_one_rank():
         raise InputError(
             "a GradScaler looks for infinities in a rank's own gradients, but ranks that share a vocabulary have other "
             "rows, so one might skip a step that the others take. Train in bfloat16, or use torch.distributed.fsdp."
@@ -65,6 +69,24 @@ def _check_for_replaced(optimizer: torch.optim.Optimizer) -> None:
             f"this {type(optimizer).__name__} holds the whole LM head that the model had before it was sharded, so the "
             "new one would never be trained; make the optimizer after autosp.initialize(config, model=model)"
         )
+
+
+def _rows_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    known = parameter_rows()
+    rows = [[known[key(p)] for p in group["params"] if key(p) in known] for group in optimizer.param_groups]
+    return ["; ".join(sorted(set(each))) for each in rows]
+
+
+def _check_states(optimizer: torch.optim.Optimizer, rows: Sequence[str]) -> None:
+    """Mark each group with its rows, and refuse one that carries another rank's mark: one rank's file was loaded."""
+    for group, mine in zip(optimizer.param_groups, rows, strict=False):
+        if mine and group.setdefault(ROWS, mine) != mine:
+            raise InputError(
+                f"this {type(optimizer).__name__} was given states of other rows of the vocabulary: they are of "
+                f"{group[ROWS]}, and this rank holds {mine}. A state dict of an optimizer that one rank saved holds "
+                "that rank's rows only: save and load through torch.distributed.checkpoint, with "
+                "optimizer_state_with_rows and optimizer_state_without_rows of autosp.layers, or one file a rank"
+            )
 
 
 def _is_under_a_scaler_of_one_rank() -> bool:
@@ -141,7 +163,7 @@ def _moved(
     """By how much some steps of a new optimizer of the same kind and settings move parameters that start here."""
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
-    settings = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    settings = {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", ROWS)}
     if isinstance(settings.get("lr"), (float, torch.Tensor)):
         settings["lr"] = settings["lr"] * 0 + 0.1  # of a size that shows, whatever a schedule has made of it
     known = {name: value for name, value in {**optimizer.defaults, **settings}.items() if name in accepted}

@@ -67,6 +67,12 @@ def parameter_groups() -> dict[Any, str]:
     return {key(parameter): group for parameter, group in sharded_rows()}
 
 
+def parameter_rows() -> dict[Any, str]:
+    """In words, which rows each parameter that holds some has on this rank, by the parameter's `key`."""
+    layers = [layer for layer in list(_LAYERS) if layer.tp_group is not None]
+    return {key(getattr(layer, name)): str(layer.partition) for layer in layers for name in layer.sharded_names()}
+
+
 def groups_in(model: torch.nn.Module) -> set[str]:
     """The tensor-parallel groups of the layers of a model, and of parameters that it holds without the layer."""
     layers = {layer.tp_group for layer in model.modules() if layer in _LAYERS}

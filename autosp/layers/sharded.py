@@ -105,6 +105,14 @@ class VocabShardedModule(nn.Module):
         size, part = self.partition.size, self.partition
         if isinstance(value, DTensor):
             if value.shape[0] == size and value.placements == (Shard(0),) and value.device_mesh.size() == part.ranks:
+                # A DTensor out of a file is what the rank that wrote it held, wherever it is read.
+                holder = list(value.device_mesh.get_coordinate() or ())  # a list in some versions, a tuple in others
+                if holder != [part.rank]:
+                    raise InputError(
+                        f"{name} holds the rows of rank {holder} of the group, and this is rank {part.rank}: a state "
+                        "dict that one rank saved has that rank's rows only. Save autosp.dense_state_dict(model), or "
+                        "use torch.distributed.checkpoint, which saves all of them"
+                    )
                 return value.to_local()
             raise InputError(
                 f"{name} is a DTensor {tuple(value.shape)} with placements {value.placements}; expected are {size} "
