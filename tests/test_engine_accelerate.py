@@ -81,7 +81,41 @@ def test_ranks_with_seeds_of_their_own_split_one_order(ranks: RankPool, tmp_path
         assert one["resumed"] == one["second epoch"][2:]
 
 
+def learning_rates(rank_info: RankInfo) -> dict[str, Any]:
+    """Of two schedules, after each of three steps of two micro-batches."""
+    state = autosp.initialize(SP2)
+    found: dict[str, Any] = {"dp": state.sizes["dp"]}
+    for name in ("inverse", "with an end"):
+        accelerator = fresh_accelerator(gradient_accumulation_steps=2)
+        weight = torch.nn.Parameter(torch.zeros(1))
+        plain = torch.optim.SGD([weight], lr=1.0)
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(plain, lambda steps: 1 / (1 + steps))
+        if name == "with an end":
+            schedule = torch.optim.lr_scheduler.OneCycleLR(plain, max_lr=1.0, total_steps=2)
+        optimizer, scheduler = accelerator.prepare(plain, schedule)
+        found[name] = []
+        for micro in range(6):
+            with accelerator.accumulate():
+                weight.grad = torch.ones(1)
+                optimizer.step()
+                scheduler.step()
+            if micro % 2:
+                found[name].append(scheduler.get_last_lr()[0])
+        assert weight.item() < 0.0 and len(accelerator._schedulers) == 1
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_schedule_moves_on_by_data_parallel_groups(ranks: RankPool, world_size: int) -> None:
+    for found in ranks.run(learning_rates, world_size=world_size):
+        assert found["dp"] == world_size // 2
+        assert found["inverse"] == pytest.approx([1 / (1 + step * found["dp"]) for step in (1, 2, 3)])
+        assert found["with an end"][0] != 1.0 and found["with an end"][1] == found["with an end"][2]
+
+
 def refused(rank_info: RankInfo) -> dict[str, str]:
+    import accelerate
+
     autosp.initialize(SP2)
     found: dict[str, str] = {}
     record = engine_steps.recorder(found)
@@ -89,6 +123,8 @@ def refused(rank_info: RankInfo) -> dict[str, str]:
     record("dynamo", lambda: fresh_accelerator(dynamo_backend="eager"))
     for name in set(os.environ) - set(before):  # Accelerate writes its settings there
         del os.environ[name]
+    sizes = accelerate.ParallelismConfig(dp_replicate_size=2)
+    record("parallelism", lambda: fresh_accelerator(parallelism_config=sizes))
     accelerator = fresh_accelerator()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -105,5 +141,6 @@ def refused(rank_info: RankInfo) -> dict[str, str]:
 def test_what_would_not_be_compiled_for_groups_is_told(ranks: RankPool) -> None:
     for found in ranks.run(refused):
         assert "Accelerate is told to compile with EAGER" in found["dynamo"]
+        assert "Accelerate has a parallelism_config of 2 ranks; leave it out" in found["parallelism"]
         assert "prepare got a Linear that is not compiled, so every rank computes the whole sequence" in found["plain"]
         assert "not compiled" not in found["compiled"]

@@ -177,6 +177,10 @@ def refusals(rank_info: RankInfo) -> dict[str, str]:
     two = {"sequence_parallel_size": 2}
     record("stage 3", {**two, "zero_optimization": {"stage": 3}})
     record("stage as text", {**two, "zero_optimization": {"stage": "3"}})
+    sgd = torch.optim.SGD(toys.build().parameters(), lr=0.5)
+    record("fp16", {**two, "fp16": {"enabled": True}}, optimizer=sgd)
+    adam = {"type": "Adam", "params": {"lr": 1e-3}}
+    record("fp16 in the JSON", {**two, "fp16": {"enabled": True}, "zero_optimization": False, "optimizer": adam})
     record("sum", {**two, "gradient_allreduce_op": "sum"})
     record("deepcompile", {**two, "compile": {"deepcompile": True, "passes": ["z1"]}})
     record("data", two, training_data=[1])
@@ -188,6 +192,9 @@ def refusals(rank_info: RankInfo) -> dict[str, str]:
     record("compiled", two, torch.compile(toys.build()))
     record("batch", {**two, "train_batch_size": 3})
     record("batch type", {**two, "train_micro_batch_size_per_gpu": "auto"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.__version_minor__", 18)
+        record("version", two)
     record("vocabulary", {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 2}})
     return found
 
@@ -196,6 +203,7 @@ def test_what_would_be_wrong_is_refused(ranks: RankPool) -> None:
     for found in ranks.run(refusals, timeout=200):
         assert "zero_optimization.stage is 3, which is not supported" in found["stage 3"]
         assert found["stage as text"] == found["stage 3"]
+        assert "fp16 is enabled without ZeRO" in found["fp16"] and found["fp16 in the JSON"] == found["fp16"]
         assert "gradient_allreduce_op is 'sum'" in found["sum"]
         assert "compile.deepcompile is on with passes ['z1']" in found["deepcompile"]
         assert "training_data is given" in found["data"]
@@ -207,6 +215,7 @@ def test_what_would_be_wrong_is_refused(ranks: RankPool) -> None:
         assert "the model is compiled already" in found["compiled"]
         assert "train_batch_size 3 is not train_micro_batch_size_per_gpu 2" in found["batch"]
         assert "train_micro_batch_size_per_gpu is 'auto'" in found["batch type"]
+        assert "is installed; 0.19 or later is needed" in found["version"]
         assert "vocabulary axis of 2 ranks" in found["vocabulary"]
 
 

@@ -87,6 +87,27 @@ def test_what_would_be_wrong_is_refused(ranks: RankPool) -> None:
         assert "dispatch_batches hands each rank another slice" in found["dispatch"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fsdp", True),
+        ("deepspeed", {"zero_optimization": {"stage": 2}}),
+        ("auto_find_batch_size", True),
+        ("train_sampling_strategy", "batch_rebalance"),
+    ],
+)
+def test_an_argument_of_another_engine_is_refused(name: str, value: Any) -> None:
+    from transformers import TrainingArguments
+
+    from autosp.integrations.transformers import _check_arguments
+
+    arguments = TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+    _check_arguments(arguments)
+    setattr(arguments, name, value)  # some of them change the process when they are set by the constructor
+    with pytest.raises(autosp.ConfigError, match=name):
+        _check_arguments(arguments)
+
+
 def accelerated(rank_info: RankInfo) -> dict[str, Any]:
     """A loop of one's own with the accelerator."""
     import accelerate

@@ -61,8 +61,9 @@ def initialize(
         What ``deepspeed.initialize`` returns: engine, optimizer, None, scheduler.
 
     Raises:
-        ConfigError: sizes that contradict each other or the mesh, ZeRO stage 3, gradients summed instead of averaged,
-            DeepCompile passes, batch sizes that do not fit, or another setting that would be wrong.
+        ConfigError: sizes that contradict each other or the mesh, ZeRO stage 3, fp16 without ZeRO, gradients summed
+            instead of averaged, DeepCompile passes, batch sizes that do not fit, or another setting that would be
+            wrong; DeepSpeed is older than 0.19.
         InputError: the model is compiled already or a pipeline, or ``training_data`` is given.
     """
     tree = copy.deepcopy(dict(read_json(config)))
@@ -79,6 +80,7 @@ def initialize(
     engine_config = _engine_config(tree, found)
     import deepspeed
 
+    _check_version(deepspeed)
     if isinstance(model, deepspeed.PipelineModule):
         raise InputError(f"{_NAME}: a PipelineModule is given; pipeline parallelism is not served, give a plain module")
     compile_modules([model], found, reduction=reduction, options=options)
@@ -87,12 +89,19 @@ def initialize(
 
 def _check_engine(tree: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
     """Refuse what the engine would get wrong with sequence groups."""
-    zero = tree.get("zero_optimization") or {}
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    stage = _stage(tree)
     if str(stage) not in ("0", "1", "2"):  # DeepSpeed takes the number as text too
         raise ConfigError(
             f"{_NAME}: zero_optimization.stage is {stage}, which is not supported (hooks of stage 3 gather weights "
             "inside the compiled program). Use stage 0, 1 or 2, or autosp.integrations.fsdp to shard weights too"
+        )
+    fp16 = tree.get("fp16") or {}
+    trains = engine.get("optimizer") is not None or tree.get("optimizer") is not None
+    if str(stage) == "0" and trains and fp16.get("enabled"):
+        # Its backward scales the loss for ZeRO's optimizers only, and its step divides by the scale all the same.
+        raise ConfigError(
+            f"{_NAME}: fp16 is enabled without ZeRO (zero_optimization.stage 0), where DeepSpeed 0.19 does not scale "
+            "the loss but divides the gradients by the scale, so that weights hardly move; use stage 1 or 2, or bf16"
         )
     if tree.get("gradient_allreduce_op", "mean") != "mean":
         raise ConfigError(
@@ -110,6 +119,22 @@ def _check_engine(tree: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
             f"{_NAME}: training_data is given, but DeepSpeed's loader hands every rank another batch; make a loader "
             "with autosp.data"
         )
+
+
+def _check_version(deepspeed: Any) -> None:
+    """Refuse engines before 0.19: some of 0.18 divide bf16 gradients by a loss scale that they have not applied."""
+    if (deepspeed.__version_major__, deepspeed.__version_minor__) < (0, 19):
+        raise ConfigError(
+            f"{_NAME}: DeepSpeed {deepspeed.__version__} is installed; 0.19 or later is needed: pip install -U "
+            "deepspeed"
+        )
+
+
+def _stage(tree: Mapping[str, Any]) -> Any:
+    zero = tree.get("zero_optimization") or {}
+    if isinstance(zero, Mapping):
+        return zero.get("stage", 0)
+    return 1  # true, as older JSONs have it
 
 
 def _mesh_of(tree: Mapping[str, Any], state: AutoSPState | None) -> AutoSPState:

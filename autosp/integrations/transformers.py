@@ -12,6 +12,7 @@ the factor by which the Trainer scales the loss is.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import get_sampler, prepare_data_loader
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import (
     DistributedType,
     DynamoBackend,
@@ -132,6 +134,14 @@ class SequenceParallelAccelerator(Accelerator):
         self._dataloaders.append(prepared)
         return prepared
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As in Accelerate, but the schedule moves on as the batch grew: by the number of data-parallel groups."""
+        prepared = super().prepare_scheduler(scheduler)
+        if type(prepared) is AcceleratedScheduler:
+            prepared.__class__ = _GroupScheduler
+            prepared.groups = self._autosp_state.sizes["dp"]
+        return prepared
+
     def gather(self, tensor: Any) -> Any:
         """As in Accelerate, from all ranks."""
         if not self._autosp_for_metrics:
@@ -156,6 +166,25 @@ class SequenceParallelAccelerator(Accelerator):
         parts = [torch.empty_like(mine) for _ in range(state.sizes["dp"])]
         dist.all_gather(parts, mine, group=state.mesh.get_group("dp"))
         return torch.cat(parts)
+
+
+class _GroupScheduler(AcceleratedScheduler):
+    """Accelerate's scheduler takes as many steps as there are processes, since each brings a batch; a sequence group
+    brings one.
+    """
+
+    groups: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self.split_batches or not self.step_with_optimizer or not self.gradient_state.sync_gradients:
+            return super().step(*args, **kwargs)
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return None
+        for _ in range(self.groups):
+            # A schedule with an end raises past it.
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
+                self.scheduler.step(*args, **kwargs)
+        return None
 
 
 class SequenceParallelTrainerMixin:
