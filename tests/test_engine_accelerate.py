@@ -123,8 +123,10 @@ def refused(rank_info: RankInfo) -> dict[str, str]:
     record("dynamo", lambda: fresh_accelerator(dynamo_backend="eager"))
     for name in set(os.environ) - set(before):  # Accelerate writes its settings there
         del os.environ[name]
-    sizes = accelerate.ParallelismConfig(dp_replicate_size=2)
-    record("parallelism", lambda: fresh_accelerator(parallelism_config=sizes))
+    accelerator = fresh_accelerator()
+    # Accelerate itself takes sizes on devices only, so that they are put in afterwards here.
+    accelerator.state.parallelism_config = accelerate.ParallelismConfig(dp_replicate_size=2)
+    record("parallelism", accelerator.adopt)
     accelerator = fresh_accelerator()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
