@@ -28,6 +28,12 @@ from autosp.randomness import draws_in_training
 
 LossOf = Callable[[Any], torch.Tensor]
 
+_NOT_COMPILED = (
+    "no part of the model ran compiled in some step, so that each rank computed the whole sequence: Dynamo skipped its "
+    "forward (torch.compiler.disable), or gave up after too many recompilations; "
+    "TORCH_LOGS=graph_breaks,recompiles tells why"
+)
+
 
 @dataclass
 class CheckResult:
@@ -137,13 +143,19 @@ class Checker:
         _check_model(model)
         self.model, self.lr, self.rtol = model, lr, rtol
         self.prepare, self.loss_of = prepare, loss_of or loss_in
-        self.compilations = 0
+        self.compilations = self.calls = 0
         # The whole outputs are compared, and the gradients before an engine has seen them.
         settings = {**(options or {}), "gradient_reduction": "graph", "outputs": "dtensor"}
 
         def counting(gm: Any, inputs: Any, **kwargs: Any) -> Any:
             self.compilations += 1
-            return autosp_backend(gm, inputs, **kwargs)
+            program = autosp_backend(gm, inputs, **kwargs)
+
+            def run(*arguments: Any) -> Any:
+                self.calls += 1
+                return program(*arguments)
+
+            return run
 
         self.compiled = torch.compile(model, backend=counting, options=settings)
 
@@ -153,7 +165,7 @@ class Checker:
             raise InputError(f"a batch is a mapping from argument names to tensors, not {type(batch).__name__}")
         if steps < 1:
             raise InputError(f"steps is {steps}; at least 1 is needed")
-        begin, before = time.perf_counter(), self.compilations
+        begin, before, self.calls = time.perf_counter(), self.compilations, 0
         result = CheckResult(ok=False, tolerance=self.rtol or tolerance(self.model), steps=steps)
         result.dropout_off = self.model.training and draws_in_training(self.model)
         comparison = Comparison()
@@ -166,6 +178,14 @@ class Checker:
                 if (refusal := _refusal(error)) is None:
                     raise
                 result.refused = str(refusal)
+        # Dynamo runs what it skips as it is: each rank the whole sequence, which agrees and shares nothing
+        if not result.refused and self.calls < steps:
+            result.refused = _NOT_COMPILED
+        if not result.refused and comparison.not_finite:
+            result.refused = (
+                f"the loss of the plain model is {comparison.not_finite} in one process already: what is NaN or "
+                "infinite on both sides agrees and proves nothing; give weights and a batch with a finite loss"
+            )
         result.compilations, result.seconds = self.compilations - before, time.perf_counter() - begin
         if not result.refused:
             comparison.fill(result)

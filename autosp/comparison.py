@@ -45,10 +45,14 @@ class Comparison:
         self.loss_error = self.gradient_error = self.output_error = 0.0
         self.worst = ""
         self.missing: list[str] = []
+        self.not_finite = ""
+        """A loss of the plain model that is NaN or infinite."""
 
     def expect(self, step: int, loss: torch.Tensor, model: torch.nn.Module, out: Any) -> None:
         """Keep a step of the plain model."""
         self._losses.append(loss)
+        if not bool(loss.isfinite().all()):
+            self.not_finite = str(float(loss))
         self._gradients.append(_gradients(model, clone=True))
         self._outputs.append(_logits(out))
 

@@ -33,6 +33,13 @@ def checked(rank_info: RankInfo) -> dict[str, Any]:
         torch.manual_seed(5)
         model, batch = getattr(tool_models, name)()
         results[name] = autosp.check(model, batch(6))
+    model, batch = tool_models.good()
+    model.forward = torch.compiler.disable(model.forward)
+    results["skipped"] = autosp.check(model, batch(6), steps=2)
+    model, batch = tool_models.good()
+    with torch.no_grad():
+        model.inner.head.bias[0] = float("nan")
+    results["nan"] = autosp.check(model, batch(6))
     # one rank of the group fails in the plain model: an error on both, no rank that waits
     broken, batch = tool_models.good()
     torch.manual_seed(5)
@@ -57,6 +64,9 @@ def test_good_wrong_and_refused(ranks: RankPool) -> None:
         assert found["wrong"].verdict == "MISMATCH" and not found["wrong"].ok
         assert found["wrong"].loss_error > 1e-3 and "MISMATCH" in str(found["wrong"])
         assert found["refused"].verdict == "refused" and "cumsum" in found["refused"].refused
+        # both sides are the plain model then, which agrees and proves nothing
+        assert found["skipped"].verdict == "refused" and "no part of the model ran compiled" in found["skipped"].refused
+        assert found["nan"].verdict == "refused" and "loss of the plain model is nan" in found["nan"].refused
         assert "fails on rank 1 with the whole sequence" in found["failed"]
     assert both[0]["wrong"].as_dict() == both[1]["wrong"].as_dict()
 

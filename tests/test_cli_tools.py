@@ -18,6 +18,7 @@ from autosp.cli import check as check_command
 from autosp.cli.check import CheckSettings
 from autosp.cli.check_rank import _batch, _cases
 from autosp.cli.main import main
+from autosp.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 
@@ -112,6 +113,13 @@ def test_own_mesh_comes_after_sp_2(tmp_path: Path) -> None:
     own.write_text('{"data_parallel_size": 2}')
     assert check_command._configs(str(own), 4) == [{"sequence_parallel_size": 2}, {"data_parallel_size": 2}]
     assert check_command._configs(None, 3) == [{"sequence_parallel_size": 3}]
+
+
+def test_a_mesh_whose_head_the_check_would_leave_whole_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "ds.json"
+    own.write_text('{"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": true}}')
+    with pytest.raises(ConfigError, match="compares models whose LM head is whole; leave out"):
+        check_command._configs(str(own), 2)
 
 
 @pytest.mark.parametrize(

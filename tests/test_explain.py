@@ -257,6 +257,16 @@ WRONG = {
     "a name that is not there": (("tool_models:nothing",), "tool_models has no 'nothing'"),
     "what is no function": (("tool_models:NOT_CALLABLE",), "is a int; a function without arguments"),
     "what returns no model": (("tool_models:no_model",), "it returned a str; a model, or"),
+    "no module": ((":factory",), "there is no such path; give a folder, a config.json or package.module:factory"),
+    "a function that fails": (
+        ("tool_models:failing",),
+        'the function failed with KeyError: "a mistake of the user\'s"',
+    ),
+    "batches that fail": (
+        ("tool_models:failing_batches",),
+        "its function of batches failed at 4096 tokens with KeyError",
+    ),
+    "batches that are none": (("tool_models:no_batches",), "its function of batches returned a list; a mapping"),
     "a page in no folder": (("tool_models:good", "--html", "no/such/page.html"), "a file in a folder that exists"),
     "a dtype": (("tool_models:good", "--dtype", "int8"), "--dtype int8: choose bf16 or fp32"),
     "a length": (("tool_models:good", "--seq-len", "many"), "--seq-len got 'many'"),

@@ -87,6 +87,18 @@ def wrong() -> Any:
     return WithLoss(Small(torch.ops.tool_models.wrongly_ruled)), batch
 
 
+def failing() -> Any:
+    raise KeyError("a mistake of the user's")
+
+
+def failing_batches() -> Any:
+    return WithLoss(Small()), lambda length: batch(length)["nothing"]
+
+
+def no_batches() -> Any:
+    return WithLoss(Small()), lambda length: [length]
+
+
 def no_model() -> Any:
     return "a string"
 

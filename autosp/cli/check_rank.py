@@ -56,6 +56,8 @@ def run(settings: CheckSettings, speaks: Silent) -> list[dict[str, Any]]:
         torch._dynamo.reset()
         state = autosp.initialize(config, device_type=settings.device)
         mesh = f"dp {state.sizes['dp']} x sp {state.sizes['sp']}"
+        if state.sizes.get("tp", 1) > 1:
+            mesh += f" x tp {state.sizes['tp']}"
         with speaks.stage(f"Making the model for {mesh}"):
             example = load_example(settings.model, layers=settings.layers, rows=settings.rows)
             model = example.model.to(torch.device(settings.device, int(os.environ.get("LOCAL_RANK", 0))))

@@ -34,7 +34,10 @@ class Example:
 
 def is_factory(spec: str | None) -> bool:
     """Whether `spec` has the form ``package.module:factory`` and is no path."""
-    return spec is not None and not Path(spec).exists() and ":" in spec and not spec.endswith((".json", ".gguf"))
+    if spec is None or Path(spec).exists() or spec.endswith((".json", ".gguf")):
+        return False
+    module, colon, name = spec.partition(":")
+    return bool(colon and module and name)
 
 
 def check_spec(spec: str | None, *, weights: bool) -> None:
@@ -85,6 +88,8 @@ def _factory(spec: str) -> Callable[[], Any]:
         found = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise InputError(f"MODEL {spec}: {module} cannot be imported from {os.getcwd()}: {error}") from error
+    except SyntaxError as error:
+        raise InputError(f"MODEL {spec}: {module} is no valid Python: {error}") from error
     except AttributeError:
         raise InputError(f"MODEL {spec}: {module} has no {name!r}") from None
     if not callable(found):
@@ -95,15 +100,42 @@ def _factory(spec: str) -> Callable[[], Any]:
 def _from_factory(spec: str, rows: int) -> Example:
     import torch
 
-    made = _factory(spec)()
+    factory = _factory(spec)
+    try:
+        made = factory()
+    except Exception as error:
+        raise InputError(
+            f"MODEL {spec}: the function failed with {type(error).__name__}: {error}; --debug shows where"
+        ) from error
     if isinstance(made, torch.nn.Module):
         return Example(made, _token_batches(made, rows))
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module) and callable(made[1]):
-        return Example(*made)
+        return Example(made[0], _checked_batches(spec, made[1]))
     raise InputError(
         f"MODEL {spec}: it returned a {type(made).__name__}; a model, or (model, function from a length to the keyword "
         "arguments of its forward) is needed"
     )
+
+
+def _checked_batches(spec: str, make: Callable[[int], Any]) -> Callable[[int], Mapping[str, Any]]:
+    """``make``, with an InputError where it fails or gives no mapping."""
+
+    def batch(length: int) -> Mapping[str, Any]:
+        try:
+            made = make(length)
+        except Exception as error:
+            raise InputError(
+                f"MODEL {spec}: its function of batches failed at {length} tokens with {type(error).__name__}: "
+                f"{error}; --debug shows where"
+            ) from error
+        if not isinstance(made, Mapping):
+            raise InputError(
+                f"MODEL {spec}: its function of batches returned a {type(made).__name__}; a mapping from the arguments "
+                "of the model's forward to their values is needed"
+            )
+        return made
+
+    return batch
 
 
 def _transformers_model(spec: str | None, layers: int | None, weights: bool) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +25,7 @@ _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(TiB|GiB|MiB|TB|GB|MB)")
 _BYTES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "TB": 1e12, "GB": 1e9, "MB": 1e6}
 _DTYPES = ("bf16", "bf16-autocast", "fp32")
 _FEW = 4  # a model of more layers is traced with few and extended
+_MOST = 9  # layers that differ (dense ones before experts) are looked for among so many
 
 
 @dataclass
@@ -110,22 +113,24 @@ def plan(
         from autosp.plan.estimate import Hardware
     hardware = Hardware(flops=tflops * 1e12, headroom=headroom, **numbers)
     settings = {"fuse_linear_cross_entropy": "always"} if fuse_loss else {}
+    counts = _layer_counts(model, layers)
     found: list[Row] = []
     for ranks, size in groups:
         for share in budgets:
             with speaks.stage(f"Compiling for sp {ranks}, tp {size}, budget {share:g}"):
-                layered = _trace(model, ranks, size, share, layers, rows, dtype, checkpoint, settings, length)
+                layered = _trace(model, ranks, size, share, counts, rows, dtype, checkpoint, settings, length)
             how = {"optimizer": optimizer, "sharding": sharding, "replicas": gpus}
             found.append(_row(layered, hardware, length, gpus, (ranks, size), share, rows, how))
     best = max((row for row in found if row.fits), key=lambda row: row.tokens_per_second_per_gpu, default=None)
     config = _config(best, settings, best.tp > 1 and _tied(model)) if best is not None else None
+    notes = _notes(model, length, checkpoint, sharding)
     if json_output:
-        rows_out = [asdict(row) for row in found]
-        print(
-            json.dumps({"length": length, "hardware": asdict(hardware), "rows": rows_out, "config": config}, indent=1)
-        )
+        out = {"length": length, "hardware": asdict(hardware), "rows": [asdict(row) for row in found]}
+        print(json.dumps({**out, "config": config, "notes": notes}, indent=1))
     else:
         _show(found, best, config, length, hardware)
+        for note in notes:
+            print(note)
     if picture is not None:
         _draw(found, picture, model, memory)
     raise typer.Exit(0 if best is not None else 1)
@@ -176,7 +181,7 @@ def _trace(
     ranks: int,
     tp: int,
     budget: float,
-    layers: int | None,
+    counts: tuple[list[int | None], int],
     rows: int,
     dtype: str,
     checkpoint: bool,
@@ -199,7 +204,7 @@ def _trace(
 
         return build
 
-    counts, whole = _layer_counts(model, layers)
+    few, whole = counts
     kinds = {"bf16": torch.bfloat16, "bf16-autocast": torch.float32, "fp32": torch.float32}
     even = max(2 * ranks, length - length % (2 * ranks))
     traces = {
@@ -213,7 +218,7 @@ def _trace(
             budget=budget,
             settings=settings,
         )
-        for count in counts
+        for count in few
     }
     return Layered(traces, whole)
 
@@ -222,17 +227,47 @@ def _layer_counts(model: str | None, layers: int | None) -> tuple[list[int | Non
     """With how many layers to trace, and how many the model has (0: a factory's, traced as it is)."""
     if is_factory(model):
         return [None], 0
+    text = _text_config(model)
+    whole = layers or text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or []
+    if whole <= _FEW:
+        return [whole], whole
+    return _few_for_many(lambda count: _elements(model, count), list(kinds)[:whole], whole), whole
+
+
+def _text_config(model: str | None) -> Any:
     from transformers import AutoConfig
 
     from autosp.cli.models import builtin_config
 
-    text = (builtin_config() if model is None else AutoConfig.from_pretrained(model)).get_text_config()
-    whole = layers or text.num_hidden_layers
-    kinds = getattr(text, "layer_types", None) or []
-    # layers of different kinds take turns: as many are added as one turn has
-    turn = next((n for n in range(1, len(kinds)) if kinds == (kinds[:n] * len(kinds))[: len(kinds)]), 1)
-    few = max(2, turn)
-    return ([whole], whole) if whole <= max(_FEW, few + turn) else ([few, few + turn], whole)
+    return (builtin_config() if model is None else AutoConfig.from_pretrained(model)).get_text_config()
+
+
+def _few_for_many(elements: Callable[[int], int], kinds: list[Any], whole: int) -> list[int | None]:
+    """Two numbers of layers whose traces tell about ``whole``, or ``whole`` itself where no two do.
+
+    Layers of different kinds take turns: as many are added as one turn has. That the added layers are like all later
+    ones is checked by the numbers in the parameters (a model may have dense layers first and experts later).
+    """
+    turn = next((n for n in range(1, len(kinds)) if kinds == (kinds[:n] * len(kinds))[: len(kinds)]), 0 if kinds else 1)
+    total, known = elements(whole), functools.cache(elements)
+    for step in (turn, 2 * turn, 4 * turn) if turn else ():
+        for few in range(max(2, step), _MOST):
+            if few + step >= whole:
+                break
+            each = known(few + step) - known(few)
+            alike = few - step < 1 or known(few) - known(few - step) == each
+            if alike and known(few) * step + (whole - few) * each == total * step:
+                return [few, few + step]
+    return [whole]
+
+
+def _elements(model: str | None, count: int) -> int:
+    """Numbers in the parameters of the model with so many layers; nothing is allocated."""
+    import torch
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in load_example(model, layers=count, weights=False).model.parameters())
 
 
 def _row(
@@ -292,6 +327,23 @@ def _config(row: Row, settings: dict[str, Any], tied: bool) -> dict[str, Any]:
         # one process has no group to shape; its LM head may be fused all the same
         section = dict(settings)
     return {**sizes, **({"autosp": section} if section else {})}
+
+
+def _notes(model: str | None, length: int, checkpoint: bool, sharding: str) -> list[str]:
+    """What the figures assume that the JSON does not set, and what the model was not made for."""
+    notes = []
+    if checkpoint:
+        notes.append("Call model.gradient_checkpointing_enable() before torch.compile: the JSON does not.")
+    if sharding != "none":
+        notes.append(f"Your engine (ZeRO, FSDP2) shares the {sharding} over all GPUs: the JSON does not.")
+    if not is_factory(model):
+        positions = getattr(_text_config(model), "max_position_embeddings", None)
+        if isinstance(positions, int) and length > positions:
+            notes.append(
+                f"The model's configuration has max_position_embeddings {positions}, fewer than {length} tokens: "
+                "learned positions end there, rotary ones need scaling."
+            )
+    return notes
 
 
 def _show(rows: list[Row], best: Row | None, config: Any, length: int, hardware: Hardware) -> None:
