@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,36 @@ def test_every_test_and_model_is_on_the_page_of_what_is_supported(site: Any) -> 
 
 def test_links_out_of_the_site_become_text(site: Any) -> None:
     assert site.on_page_markdown("see [`x.py`](../x.py) and [y](y.md)") == "see `x.py` and [y](y.md)"
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every call of ``autosp`` in a block of the pages, with the page's name."""
+    found: list[tuple[str, list[str]]] = []
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        blocks = "".join(re.findall(r"^```[^\n]*\n(.*?)^```", text, re.M | re.S)).replace("\\\n", " ")
+        lines = [line for line in blocks.splitlines() if line.startswith("autosp ")]
+        found += [(page.name, shlex.split(line, comments=True)[1:]) for line in lines]
+    return found
+
+
+def test_commands_on_the_pages_have_options_that_exist() -> None:
+    """Parsed as the command would, not run."""
+    import typer
+
+    from autosp.cli.main import app
+
+    found = commands()
+    assert len(found) >= 8 and {arguments[0] for _, arguments in found} >= {"train", "check", "explain", "plan"}
+    for page, arguments in found:
+        command, path = typer.main.get_command(app), list(arguments)
+        while hasattr(command, "commands"):
+            assert path and path[0] in command.commands, (page, arguments)
+            command = command.commands[path.pop(0)]
+        try:
+            command.make_context(arguments[0], path)
+        except Exception as error:
+            raise AssertionError(f"{page}: autosp {shlex.join(arguments)}: {error}") from error
 
 
 def run_block(rank_info: RankInfo, code: str) -> None:
