@@ -113,6 +113,7 @@ def commands() -> list[tuple[str, list[str]]]:
         text = page.read_text(encoding="utf-8")
         blocks = "".join(re.findall(r"^```[^\n]*\n(.*?)^```", text, re.M | re.S)).replace("\\\n", " ")
         lines = [line for line in blocks.splitlines() if line.startswith("autosp ")]
+        lines += re.findall(r"^ {4}(autosp .*)$", text.replace("\\\n", " "), re.M)
         found += [(page.name, shlex.split(line, comments=True)[1:]) for line in lines]
     return found
 
@@ -124,7 +125,13 @@ def test_commands_on_the_pages_have_options_that_exist() -> None:
     from autosp.cli.main import app
 
     found = commands()
-    assert len(found) >= 8 and {arguments[0] for _, arguments in found} >= {"train", "check", "explain", "plan"}
+    assert len(found) >= 12 and {arguments[0] for _, arguments in found} >= {
+        "bench",
+        "train",
+        "check",
+        "explain",
+        "plan",
+    }
     for page, arguments in found:
         command, path = typer.main.get_command(app), list(arguments)
         while hasattr(command, "commands"):
