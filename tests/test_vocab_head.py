@@ -188,6 +188,20 @@ def methods(rank_info: Any, folder: str) -> None:
         against_dense(each, reference, zoo.batch(9))
 
 
+def tied_afterwards(rank_info: Any) -> None:
+    model = zoo.build("llama", num_hidden_layers=1, tie_word_embeddings=False, vocab_size=130)
+    model.config.tie_word_embeddings = True  # as where a user untied the weights and left the configuration
+    reference = copy.deepcopy(model)
+    autosp.initialize(head_config(2), model=model)
+    with pytest.raises(InputError, match=r"became a parameter \(130, 64\), and this rank holds rows .* of 130"):
+        model.tie_weights()
+    against_dense(model, reference, zoo.batch(9))
+
+
+def test_weights_that_are_tied_afterwards_are_refused(ranks: RankPool) -> None:
+    ranks.run(tied_afterwards, world_size=2)
+
+
 def test_methods_of_the_model_that_know_of_no_shards(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(methods, str(tmp_path), world_size=2)
 

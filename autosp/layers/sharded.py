@@ -43,6 +43,13 @@ class VocabShardedModule(nn.Module):
         # fully_shard comes by here too, with the DTensors that it puts in place of parameters.
         if isinstance(value, DTensor) and isinstance(value, nn.Parameter) and self._group.name:
             guards.check_replicas(self._group.name, value.device_mesh.mesh.flatten().tolist(), f"{name} as a DTensor")
+        # A model that ties its weights by its configuration would put a whole table here.
+        if name in ("weight", "bias") and type(value) is nn.Parameter and value.shape[:1] != (self.partition.rows,):
+            raise InputError(
+                f"{name} of a vocabulary-parallel layer became a parameter {tuple(value.shape)}, and this rank holds "
+                f"{self.partition}: tie or exchange weights before autosp.initialize(config, model=model), and set "
+                "config.tie_word_embeddings=False where they are not tied"
+            )
         super().__setattr__(name, value)
 
     def set_deepspeed_parallelism(self, *_: Any) -> None:
