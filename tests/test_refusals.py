@@ -191,6 +191,7 @@ def test_refused_with_operator_line_and_remedy(refused: dict[str, dict[str, str]
     assert reason in error["text"]
     assert "test_refusals.py:" in error["location"] and f"in {mix}" in error["location"], error["location"]
     assert error["remedy"] and error["remedy"] in error["text"]
+    assert mix not in ALWAYS or "gather" not in error["remedy"], "what stays refused is no advice"
 
 
 def test_what_gathering_would_not_mend_stays_refused(ranks: RankPool):

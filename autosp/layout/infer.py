@@ -200,7 +200,11 @@ def _choose_whole(call: OpCall, rule: Any, values: list[Value]) -> Strategy:
     """All operands are whole: start sharded computation here, or run the operator as it is, which is always right."""
     if rule is None:
         if torch.Tag.nondeterministic_seeded in call.target.tags:
-            refusal = Refusal("a random operator would draw differently on each rank", always=True)
+            refusal = Refusal(
+                "a random operator would draw differently on each rank",
+                "draw before the model and pass the numbers in, or use dropout",
+                always=True,
+            )
             raise _unsupported(call, call.node, refusal)
         return Strategy(output=_whole_output(call))
     if is_seed(call.target) and any(value.home is not None for value in values):
