@@ -46,7 +46,12 @@ def square(kind: str, rows: int, heads: int, length: int) -> torch.Tensor:
     return bias + torch.randn(heads, length, length, generator=generator)
 
 
-@pytest.mark.parametrize("kind", ["bool_4d", "float_shared", "float_per_head", "float_keys_only", "float_3d"])
+@pytest.mark.parametrize(
+    "kind",
+    parity.mostly_slow(
+        ["bool_4d", "float_shared", "float_per_head", "float_keys_only", "float_3d"], ["bool_4d", "float_3d"]
+    ),
+)
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_square_masks(ranks: RankPool, kind: str, world: int):
     batches = [{**toys.batch(n), "attention_mask": square(kind, 2, 4, n)} for n in (16, 17)]
@@ -78,13 +83,13 @@ def test_padding_masks_of_other_models(ranks: RankPool, name: str, kind: str):
     check_all(ranks.run(parity.run_model, build, batches, timeout=300))
 
 
-@pytest.mark.parametrize("window", [4, 64])
+@pytest.mark.parametrize("window", parity.mostly_slow([4, 64], [4]))
 def test_sliding_window(ranks: RankPool, window: int):
     build = functools.partial(zoo.build, "mistral", num_hidden_layers=1, sliding_window=window)
     check_all(ranks.run(parity.run_model, build, [zoo.batch(17)], timeout=240))
 
 
-@pytest.mark.parametrize("kind", ["table", "slopes"])
+@pytest.mark.parametrize("kind", parity.mostly_slow(["table", "slopes"], ["slopes"]))
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_learned_bias(ranks: RankPool, kind: str, world: int):
     build = functools.partial(toys.LearnedBias, kind)

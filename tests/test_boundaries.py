@@ -88,7 +88,7 @@ def returned(rank_info: RankInfo, outputs: str, length: int) -> dict[str, Any]:
     ("outputs", "length"),
     [
         ("dtensor", 17),
-        ("full", 17),
+        pytest.param("full", 17, marks=pytest.mark.slow),
         pytest.param("local", 17, marks=pytest.mark.slow),
         pytest.param("dtensor", 16, marks=pytest.mark.slow),
     ],

@@ -215,7 +215,8 @@ def compare_fused(model: torch.nn.Module, mode: str) -> list[parity.Result]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), [pytest.param(LossOnly, "auto", marks=pytest.mark.slow), (toys.Toy, "always")]
+    ("kind", "mode"),
+    [pytest.param(LossOnly, "auto", marks=pytest.mark.slow), pytest.param(toys.Toy, "always", marks=pytest.mark.slow)],
 )
 def test_the_head_fused_into_the_loss_is_exact(ranks: RankPool, kind: type[toys.Toy], mode: str) -> None:
     for results in ranks.run(run_fused, kind, mode, timeout=240):

@@ -65,6 +65,7 @@ def switching(rank_info: RankInfo) -> None:
     step(model, wrapped, reference, rows(toys.batch(16, seed=7), 3))
 
 
+@pytest.mark.slow
 def test_evaluation_in_the_middle_and_an_uneven_last_batch(ranks: RankPool) -> None:
     ranks.run(switching, timeout=240)
 

@@ -89,6 +89,7 @@ def uneven() -> torch.nn.Module:
     return zoo.build("llama", num_hidden_layers=1, hidden_size=48, num_attention_heads=3, num_key_value_heads=3)
 
 
+@pytest.mark.slow
 def test_exact_and_alike_on_ranks_that_need_different_amounts(ranks: RankPool) -> None:
     outcomes = ranks.run(exact_body, 0.001, timeout=300)
     for found, too_large, results in outcomes:

@@ -65,7 +65,7 @@ def test_a_budget_saves_less_and_never_attends_or_exchanges_again(fake_ranks: Ca
         assert plain[name] == recomputed[name], name
 
 
-@pytest.mark.parametrize("budget", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", parity.mostly_slow([0.0, 0.3], []))
 def test_exact_under_a_budget(ranks: RankPool, budget: float):
     config = {"autosp": {"inner_backend": "aot_eager", "activation_memory_budget": budget}}
     for results in ranks.run(parity.run_model, zoo_llama, [zoo.batch(16), zoo.batch(17)], config=config, timeout=300):

@@ -24,7 +24,11 @@ def command(*arguments: str) -> int:
 
 @pytest.mark.parametrize(
     ("attention", "kv_heads"),
-    [("ulysses", 64), ("ring", 8), pytest.param("allgather_kv", 8, marks=pytest.mark.slow)],
+    [
+        ("ulysses", 64),
+        pytest.param("ring", 8, marks=pytest.mark.slow),
+        pytest.param("allgather_kv", 8, marks=pytest.mark.slow),
+    ],
 )
 def test_counts_are_the_closed_form_up_to_64_ranks(attention: str, kv_heads: int) -> None:
     shape = Shape(kv_heads=kv_heads, layers=1)

@@ -111,6 +111,7 @@ def two_meshes(rank_info: RankInfo) -> list[parity.Result]:
     return results
 
 
+@pytest.mark.slow
 def test_two_meshes_in_one_process(ranks: RankPool):
     check_all(ranks.run(two_meshes, world_size=4))
 
