@@ -79,6 +79,7 @@ def largest(state: AutoSPState, kind: str, value: float) -> float:
     if state.check_group is None:
         return value
     with unset_fake_temporarily():  # a compilation asks, in the middle of tracing
+        agree(state, kind, b"")  # another rank may be elsewhere: what follows needs all of them here
         everyone = [torch.empty(1, dtype=torch.float64) for _ in state.check_ranks]
         try:
             dist.all_gather(everyone, torch.tensor([value], dtype=torch.float64), group=state.check_group)

@@ -173,9 +173,9 @@ def _ways(config: AutoSPConfig) -> Iterator[AutoSPConfig]:
 
 
 def _room(example_inputs: Sequence[Any], state: AutoSPState, found: InputSources) -> float:
-    """Bytes that a step may take on every rank of the group; collective."""
+    """Bytes that a step may take on every rank of the group: the least of them. Collective."""
     if state.config.step_memory_gib is not None:
-        return state.config.step_memory_gib * 2**30
+        return -largest(state, "memory", -state.config.step_memory_gib * 2**30)
     tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
     device = next((x.device for x in tensors if x.device.type == "cuda"), None)
     if device is None:

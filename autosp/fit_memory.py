@@ -22,11 +22,6 @@ from torch.fx.experimental.sym_node import SymNode
 log = logging.getLogger("autosp")
 
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.05, 0.0)
-# Share of the device left to the allocator's gaps and to libraries, as in `autosp.plan.estimate.Hardware`.
-HEADROOM = 0.05
-# AdamW: two fp32 states, and fp32 master weights where the weights themselves are not.
-_STATE_BYTES = {4: 8, 8: 16}
-_STATE_BYTES_OF_HALF = 12
 
 
 class StepTooLarge(Exception):
@@ -82,7 +77,8 @@ class FitMemory(CustomPartitionerFn):
         return best
 
     def uuid(self) -> None:
-        """None: the choice depends on more than the graph, and ranks must all choose or all find it in a cache."""
+        """None: the choice depends on more than the graph. That alone keeps nothing out of a cache: `autosp.inner`
+        switches that of whole joint graphs off."""
 
     def __str__(self) -> str:
         return f"{self.budget:g}, {self.needed / 2**30:.5g} of {self.room / 2**30:.5g} GiB"
@@ -120,10 +116,12 @@ def _at_hint(size: Any, env: Any) -> int:
 
 
 def room_on_device(device: torch.device, weights: list[torch.Tensor]) -> float:
-    """Bytes that a step may take: what is free or held by the allocator without use, less the headroom, less AdamW's
-    states of the trained ``weights`` (a first step is compiled before an optimizer makes them).
+    """Bytes that a step may take: what is free or held by the allocator without use, less the headroom of a plan, less
+    AdamW's states of the trained ``weights`` (a first step is compiled before an optimizer makes them).
     """
+    from .plan.estimate import OPTIMIZERS, Hardware
+
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    states = sum(w.numel() * _STATE_BYTES.get(w.element_size(), _STATE_BYTES_OF_HALF) for w in weights)
-    return free + unused - HEADROOM * total - states
+    states = sum(w.numel() * OPTIMIZERS["adamw-fp32"](w.element_size()) for w in weights)
+    return free + unused - Hardware.headroom * total - states

@@ -51,7 +51,7 @@ def compile_local(
         keep_attention(graph)
     if fit is not None and config.inner_backend == "aot_eager" and compiler is None:
         run = aot_autograd(fw_compiler=boxed_nop, partition_fn=fit, keep_inference_input_mutations=True)
-    with _partitioner_settings(config):
+    with _partitioner_settings(config, fit):
         if config.inner_backend != "inductor":
             return run(graph, examples)
         return run(graph, examples, config_patches=_inductor_settings(config, fit))
@@ -66,9 +66,13 @@ def keep_attention(graph: fx.GraphModule) -> None:
 
 
 @contextlib.contextmanager
-def _partitioner_settings(config: AutoSPConfig) -> Iterator[None]:
+def _partitioner_settings(config: AutoSPConfig, fit: FitMemory | None) -> Iterator[None]:
     """Settings of AOTAutograd's partitioner; those that are at their default are left to the user's own."""
     settings: dict[str, Any] = {}
+    if fit is not None:
+        # AOTAutograd's cache asks no partitioner for its name: a program found there would be one of another choice,
+        # and a rank that finds one would not take part in choosing.
+        settings["enable_autograd_cache"] = False
     if config.activation_memory_budget != "auto" and config.activation_memory_budget < 1:
         # At exactly 0 the partitioner saves inputs alone, whatever is marked to be kept.
         settings["activation_memory_budget"] = max(config.activation_memory_budget, 1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable
@@ -96,6 +97,25 @@ def test_exact_and_alike_on_ranks_that_need_different_amounts(ranks: RankPool) -
         assert found == outcomes[0][0] and found and too_large >= 1
         for result in results:
             result.check()
+
+
+@pytest.mark.parametrize("budget", ["auto", 0.5])
+def test_a_choice_is_not_taken_from_the_cache_of_joint_graphs(fake_ranks: Callable[..., None], budget: Any) -> None:
+    """AOTAutograd's key does not hold the partitioner, and a rank that found a program would not choose with others."""
+    from autosp.backend import compile_for_rank
+
+    fake_ranks(2)
+    state = autosp.initialize({"autosp": {"activation_memory_budget": budget, "step_memory_gib": 1.0}})
+    found = []
+
+    def compiler(graph: torch.fx.GraphModule, examples: Any, config_patches: Any = None) -> Any:
+        found.append((torch._functorch.config.enable_autograd_cache, "custom_partitioner_fn" in config_patches))
+        return graph
+
+    before = torch._functorch.config.enable_autograd_cache
+    backend = functools.partial(compile_for_rank, state=state, compiler=compiler)
+    torch.compile(llama(), backend=backend)(**autosp.prepare_batch(zoo.batch(16)))
+    assert found == [(False, True) if budget == "auto" else (before, False)]
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..layout.nodes import FUSION, argument, is_barred
-from ..layout.placement import known_equal
+from ..layout.nodes import FUSION, argument, is_barred, keeps_last_dim
 from ..location import kept_meta, user_location
 
 aten = torch.ops.aten
@@ -131,7 +130,7 @@ def _match(loss: fx.Node) -> _Match:
             (softcap, node), user = cap, _innermost(node)
             continue
         if node.target in _VIEWS or node.target is aten.slice.Tensor:
-            if not _keeps_classes(node):
+            if not keeps_last_dim(node):
                 raise _Unfit(f"{node.target} changes the classes")
             rows.append(node)
         elif not (node.target in _CASTS and node.meta["val"].dtype.is_floating_point):
@@ -173,15 +172,6 @@ def _softcap(node: fx.Node) -> tuple[float, fx.Node] | None:
 
 def _innermost(node: fx.Node) -> fx.Node:
     return node.args[0].args[0]
-
-
-def _keeps_classes(node: fx.Node) -> bool:
-    """The last dimension, the classes, stays what it is."""
-    source, result = node.args[0].meta["val"].shape, node.meta["val"].shape
-    if node.target is aten.slice.Tensor:
-        dim = node.args[1] if len(node.args) > 1 else 0
-        return dim % len(source) != len(source) - 1 or known_equal(source[-1], result[-1])
-    return known_equal(source[-1], result[-1])
 
 
 def _fuse(gm: fx.GraphModule, match: _Match, fake_mode: Any, memory: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..layout.nodes import argument, is_barred
+from ..layout.nodes import argument, is_barred, keeps_last_dim
 from ..layout.placement import known_equal
 from ..location import kept_meta
 
@@ -164,7 +164,7 @@ def _before_cast(z: fx.Node, site: fx.Node) -> tuple[fx.Node, list[fx.Node]] | N
     """Half-precision logits of which ``z`` is the cast to fp32, and what chose rows of that cast: the operators compute
     in fp32 anyway."""
     rows: list[fx.Node] = []
-    while z.target in _ROWS and isinstance(z.args[0], fx.Node) and not is_barred(z, site) and _keeps_last(z):
+    while z.target in _ROWS and isinstance(z.args[0], fx.Node) and not is_barred(z, site) and keeps_last_dim(z):
         rows.insert(0, z)
         z = z.args[0]
     if z.target not in _CASTS or not isinstance(z.args[0], fx.Node) or is_barred(z, site):
@@ -172,13 +172,6 @@ def _before_cast(z: fx.Node, site: fx.Node) -> tuple[fx.Node, list[fx.Node]] | N
     source = z.args[0]
     half = source.meta["val"].dtype in _HALF and z.meta["val"].dtype == torch.float32
     return (source, rows) if half else None
-
-
-def _keeps_last(node: fx.Node) -> bool:
-    source, result = node.args[0].meta["val"].shape, node.meta["val"].shape
-    if not source or not result or not known_equal(source[-1], result[-1]):
-        return False
-    return node.target is not aten.slice.Tensor or not _is_last(node.args[0], argument(node, 1, "dim", 0))
 
 
 def _one_dim(node: fx.Node) -> bool:
