@@ -67,6 +67,8 @@ class StepSettings:
     checkpoint: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     """More settings of the JSON's "autosp" section, for our own rows."""
+    once: bool = False
+    """One step a length, for lengths whose step takes minutes: no warm-up and no trace of the collectives."""
 
 
 @dataclass
@@ -81,6 +83,9 @@ class StepRow:
     tokens_per_second_per_gpu: float | None = None
     peak_bytes: int | None = None
     first_step_seconds: float | None = None
+    own_seconds: float | None = None
+    """Of the first step, autosp's capture and passes; and its waiting for the other ranks' ones."""
+    waiting_seconds: float | None = None
     collectives_ms: float | None = None
     """Milliseconds of a step in which the GPU ran collectives, and of those the ones under computation."""
     overlapped_ms: float | None = None
@@ -158,19 +163,26 @@ def _measure(settings: StepSettings, model: Any, step: Step, length: int, device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = []
-    for number in range(settings.steps + 1):
+    for number in range(1 if settings.once else settings.steps + 1):
         model.zero_grad(set_to_none=True)
         _wait(device)
-        start = time.perf_counter()
+        graphs, start = _graphs(), time.perf_counter()
         loss = step(ids)
         _wait(device)
         times.append(time.perf_counter() - start)
         if number == 0:
-            row.loss, row.first_step_seconds = float(loss), times.pop()
-    row.seconds = statistics.median(times)
-    row.tokens_per_second_per_gpu = length / row.seconds / ranks
+            row.loss = float(loss)
+            if not settings.once or _graphs() > graphs:
+                row.first_step_seconds = times.pop()
+    if times:
+        row.seconds = statistics.median(times)
+        row.tokens_per_second_per_gpu = length / row.seconds / ranks
     row.peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    if device.type == "cuda":
+    if settings.method == OURS:
+        from autosp.backend import compile_times
+
+        row.own_seconds, row.waiting_seconds = compile_times().get("autosp_s"), compile_times().get("waiting_s")
+    if device.type == "cuda" and not settings.once:
         from autosp.bench.overlap import overlap_of
 
         model.zero_grad(set_to_none=True)
@@ -180,6 +192,11 @@ def _measure(settings: StepSettings, model: Any, step: Step, length: int, device
     if settings.method == ONE:
         dist.barrier()
     return row
+
+
+def _graphs() -> int:
+    """Graphs that Dynamo has compiled so far; none without a compiler."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def _wait(device: torch.device) -> None:

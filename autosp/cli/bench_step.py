@@ -36,6 +36,12 @@ def step(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     inner_backend: Annotated[str, typer.Option(help="inductor, aot_eager or eager.")] = "inductor",
     checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Activation checkpointing of every layer.")] = False,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once", help="One step a length, for very long ones; the first length compiles and has no speed."
+        ),
+    ] = False,
     options: Annotated[
         str, typer.Option(help='JSON of more settings for autosp: \'{"fuse_linear_cross_entropy": "always"}\'.')
     ] = "{}",
@@ -83,11 +89,12 @@ def step(
             inner_backend,
             checkpoint,
             more if name == measuring.OURS else {},
+            once,
         )
         with speaks.stage(name) as tell:
             found = _run(settings, nproc, debug)
             rows += found
-            tell(f"{sum(row.seconds is not None for row in found)} of {len(tokens)} lengths")
+            tell(f"{sum(row.loss is not None for row in found)} of {len(tokens)} lengths")
     note_losses(rows, measuring.OURS, dtype)
     print(table(rows))
     about = {
@@ -97,6 +104,7 @@ def step(
         "dtype": dtype,
         "checkpoint": checkpoint,
         "options": more,
+        "once": once,
     }
     if json_file is not None:
         from autosp.bench.losses import environment
@@ -106,7 +114,7 @@ def step(
         print(f"written: {json_file}", file=sys.stderr)
     if picture is not None:
         draw(rows, picture)
-    failed = [row for row in rows if row.method == measuring.OURS and row.seconds is None]
+    failed = [row for row in rows if row.method == measuring.OURS and row.loss is None]
     raise typer.Exit(1 if failed else 0)
 
 
@@ -180,7 +188,8 @@ def table(rows: list[Any]) -> str:
     for r in rows:
         cells = [f"{r.tokens_per_second_per_gpu:,.0f}" if r.seconds else "-"]
         cells.append(f"{r.peak_bytes / 2**30:.1f}" if r.peak_bytes else "-")
-        cells += [f"{r.first_step_seconds:.1f}", f"{r.loss:.5f}"] if r.seconds else ["-", "-"]
+        cells.append(f"{r.first_step_seconds:.1f}" if r.first_step_seconds else "-")
+        cells.append(f"{r.loss:.5f}" if r.loss is not None else "-")
         lines.append(f"| {r.method} | {r.length} | {r.ranks} | {' | '.join(cells)} | {r.note} |")
     return "\n".join(lines)
 
