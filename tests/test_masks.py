@@ -48,6 +48,23 @@ def one_document(s: int) -> torch.Tensor:
     return (k <= q) & (document[rows, q] == document[rows, k])
 
 
+def looked_up(s: int) -> torch.Tensor:
+    """Positions that the model counts itself, read at the indices of queries and keys."""
+    positions = (torch.arange(s) + 3)[None].expand(2, s)
+    rows, q, k = torch.arange(2)[:, None, None], torch.arange(s)[None, :, None], torch.arange(s)[None, None, :]
+    return (positions[rows, k] <= positions[rows, q])[:, None]
+
+
+def looked_up_from_the_end(s: int) -> torch.Tensor:
+    """An index below zero counts from the end: the first query has the last position."""
+    positions, at = torch.arange(s), torch.arange(s) - 1
+    return positions[None, :] <= (positions[at] + 1)[:, None]
+
+
+def looked_up_backwards(s: int) -> torch.Tensor:
+    return torch.arange(s)[torch.arange(s - 1, -1, -1)][None, :] <= torch.arange(s)[:, None]
+
+
 def two_documents(s: int) -> torch.Tensor:
     positions = torch.cat([torch.arange(5), torch.arange(s - 5)])[None]
     before = torch.cat([positions[:, :1] - 1, positions], dim=-1)
@@ -114,7 +131,7 @@ def is_causal(gm: fx.GraphModule) -> bool:
 
 
 @pytest.mark.parametrize(
-    "mask", [arange_le, arange_ge_shifted, strictly_less_than_next, tril, causal_and_true, one_document]
+    "mask", [arange_le, arange_ge_shifted, strictly_less_than_next, tril, causal_and_true, one_document, looked_up]
 )
 def test_causal_masks_are_proven(mask: Mask) -> None:
     gm = simplify_masks_pass(attend(mask))
@@ -129,6 +146,8 @@ def test_causal_masks_are_proven(mask: Mask) -> None:
 @pytest.mark.parametrize(
     "mask",
     [
+        looked_up_from_the_end,
+        looked_up_backwards,
         two_documents,
         every_second,
         window,

@@ -141,8 +141,7 @@ def _affine_call(node: fx.Node) -> Affine | None:
     if name == "aten::cumsum":
         return _running_sum(node)
     if name == "aten::index":
-        constant = affine_of(node.args[0])
-        return constant if constant is not None and not constant.coefficients else None
+        return _looked_up(node)
     places = _view_places(node)
     inner = affine_of(node.args[0]) if places is not None else None
     if inner is None or places is None:
@@ -150,6 +149,28 @@ def _affine_call(node: fx.Node) -> Affine | None:
     if name in ("aten::slice", "aten::narrow"):
         inner = _sliced(node, inner)
     return inner.moved(places) if inner is not None else None
+
+
+def _looked_up(node: fx.Node) -> Affine | None:
+    """``table[i, j]`` with an index for every dimension: the table's form at the forms of the indices.
+
+    An index that may be negative counts from the end, so its form must have no term below zero.
+    """
+    table, indices = affine_of(node.args[0]), node.args[1]
+    if table is None or not table.coefficients:
+        return table
+    if not isinstance(indices, (list, tuple)) or len(indices) != len(_shape(node.args[0]) or ()):
+        return None
+    if any(_shape(i) is None or i.meta["val"].dtype not in (torch.int32, torch.int64) for i in indices):
+        return None  # tensors of booleans and bytes choose by being true
+    result = Affine.of({}, table.constant)
+    for dim, slope in table.coefficients:
+        at = affine_of(indices[dim])
+        if at is None or not isinstance(at.constant, int) or min([at.constant, *dict(at.coefficients).values()]) < 0:
+            return None
+        scaled = Affine.of({d: -slope * a for d, a in at.coefficients}, -slope * at.constant)
+        result = result.minus(scaled)
+    return result
 
 
 def _joined(node: fx.Node) -> Affine | None:
