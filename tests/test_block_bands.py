@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from autosp.custom_ops.block_attention import blocks, flash
+from autosp.custom_ops import dispatch
+from autosp.custom_ops.block_attention import blocks, flash, ops
 
 
 def problem(origin: tuple[int, int], sizes: tuple[int, int], bounds: tuple[int, int]) -> blocks.Problem:
@@ -43,7 +44,24 @@ def test_a_band_is_what_its_bounds_say(bounds: tuple[int, int]):
             continue
         tried += 1
         assert torch.equal(seen(part, queries, keys), wanted(p, queries, keys)), (p, part)
+        assert part.scores == wanted(p, queries, keys).sum(), (p, part)
     assert tried > 100
+
+
+@pytest.mark.parametrize(
+    ("capability", "length", "setting", "taken"),
+    [((9, 0), 16384, "1", "kernels"), ((9, 0), 4096, "1", "flash"), ((8, 0), 16384, "1", "flash"),
+     ((9, 0), 16384, "0", "flash")],
+)  # fmt: skip
+def test_large_bands_go_to_the_kernels_on_hopper(capability, length, setting, taken, monkeypatch: pytest.MonkeyPatch):
+    """Where the kernels were measured faster, and are not turned off."""
+    q = torch.empty(1, 32, length, 128, dtype=torch.bfloat16, device="meta")
+    k = q[:, :8]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(flash, "serves", lambda *_: True)
+    monkeypatch.setattr(dispatch, "triton_usable", lambda *_: setting == "1")
+    p = problem((0, 0), (length, length), (0, 2**40))
+    assert (ops._band(p, q, k, k) is None) == (taken == "kernels")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention runs on a GPU")

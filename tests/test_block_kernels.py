@@ -275,7 +275,6 @@ def test_wide_sweep(name: str, rows: int, keys: int, key_heads: int, small_tiles
         (256, torch.float32, 1e-5),
     ],
 )
-def test_on_a_gpu(name: str, size: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(fused.OPT_IN, "1")
+def test_on_a_gpu(name: str, size: int, dtype: torch.dtype, tolerance: float):
     qkv = [x * (8 / size) ** 0.5 for x in operands(700, 900, size, size)]
     check(name, qkv, dtype, tolerance)

@@ -132,17 +132,15 @@ MASKS: dict[str, Callable[[int, int, torch.device], Mask]] = {
 @contextlib.contextmanager
 def _triton(setting: str) -> Iterator[None]:
     """Kernels ("1") or plain blocks ("0"), whatever the environment says."""
-    names = ("AUTOSP_TRITON", fused.OPT_IN)
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, setting))
+    before = os.environ.get("AUTOSP_TRITON")
+    os.environ["AUTOSP_TRITON"] = setting
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        if before is None:
+            del os.environ["AUTOSP_TRITON"]
+        else:
+            os.environ["AUTOSP_TRITON"] = before
 
 
 def _block_attention(mask: Mask) -> Callable[..., Tensor]:

@@ -14,6 +14,10 @@ from torch import Tensor
 from .blocks import Problem
 
 _LARGE = 2**30
+# Where the Triton kernels were measured faster (docs/attention.md): heads of these sizes, compute capability 9.0, from
+# this many products of one number with another on; a smaller block takes less time than the making of its tile lists.
+_MEASURED_HEADS = (64, 128)
+_WORK = 2**37
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,13 @@ class Band:
     left: int
     right: int
 
+    @property
+    def scores(self) -> int:
+        """Pairs of a query and a key that it sees: all but the two corners that the windows cut off."""
+        rows, count = self.last - self.first, self.stop - self.start
+        cut = [size - 1 - window for size, window in ((count, self.left), (rows, self.right)) if 0 <= window < size]
+        return rows * count - sum(side * (side + 1) // 2 for side in cut)
+
 
 def serves(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether FlashAttention can compute this block at all."""
@@ -38,6 +49,13 @@ def serves(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         size == v.shape[-1] and size % 8 == 0 and size <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
     )
+
+
+def is_slow(part: Band, q: Tensor) -> bool:
+    """Whether the Triton kernels take less time: FlashAttention 2 uses none of what came with Hopper."""
+    batch, heads, _, size = q.shape
+    work = batch * heads * size * part.scores
+    return size in _MEASURED_HEADS and work >= _WORK and torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
 def band(problem: Problem, queries: int, keys: int) -> Band | None:

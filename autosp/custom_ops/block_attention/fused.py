@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +22,6 @@ from .tile_map import Extent, TileLists, lists_of_keys, lists_of_queries, merged
 from .tile_program import TileProgram, Unsupported, compute_inputs, leaf_kinds, tile_program
 
 LARGEST_HEAD = 256
-# Kernels that no device has run give way to the plain blocks, which are right and slower, unless somebody asks.
-OPT_IN = "AUTOSP_ATTENTION_KERNELS"
 # Blocks of keys a multiprocessor below which a group's query heads go to programs of their own.
 _WANTED_PROGRAMS = 4
 _FAR = 2**31 - 1
@@ -41,8 +38,6 @@ def refusal(problem: Problem, q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[
     """
     if not dispatch.triton_usable(q, k, v):
         return "no kernels for this device and dtype, or AUTOSP_TRITON=0"
-    if q.is_cuda and os.environ.get(OPT_IN) != "1":
-        return f"these kernels were checked in Triton's interpreter and not on a device yet; {OPT_IN}=1 takes them"
     if q.is_cuda and torch.version.hip is not None:
         return "no tile sizes for this device"
     if not q.dtype == k.dtype == v.dtype:

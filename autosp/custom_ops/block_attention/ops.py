@@ -26,6 +26,14 @@ def _path(refusal: str, q: Tensor) -> Any:
     return blocks if refusal else fused
 
 
+def _band(problem: blocks.Problem, q: Tensor, k: Tensor, v: Tensor) -> flash.Band | None:
+    """What FlashAttention is given, or None where it cannot compute this block or the kernels are faster."""
+    part = flash.band(problem, q.shape[2], k.shape[2]) if flash.serves(problem, q, k, v) else None
+    if part is not None and flash.is_slow(part, q) and not fused.refusal(problem, q, k, v):
+        return None
+    return part
+
+
 @functools.lru_cache(maxsize=64)
 def _say(refusal: str) -> None:
     _log.info("attention runs as plain blocks, slower than a kernel: %s", refusal)
@@ -54,7 +62,7 @@ def block_attention(
         ``out [batch, heads, rows, size of v]`` in the dtype of q, ``lse [batch, heads, rows]`` in fp32 (fp64 for fp64).
     """
     problem = blocks.Problem.of(leaves, numbers, program, scale, origin, sizes, bounds)
-    part = flash.band(problem, q.shape[2], k.shape[2]) if flash.serves(problem, q, k, v) else None
+    part = _band(problem, q, k, v)
     if part is not None:
         return flash.forward(problem, part, q, k, v)
     path = _path(fused.refusal(problem, q, k, v), q)
@@ -80,7 +88,7 @@ def block_attention_backward(
     ``out`` and ``lse`` may be those of all keys while ``k`` holds a part of them: dq is then that part's share.
     """
     problem = blocks.Problem.of(leaves, numbers, program, scale, origin, sizes, bounds)
-    part = flash.band(problem, q.shape[2], k.shape[2]) if flash.serves(problem, q, k, v) else None
+    part = _band(problem, q, k, v)
     if part is not None and grad_lse is None:
         unused = [x.new_zeros(x.shape if want else 0) for x, want in zip(leaves, wanted, strict=True)]
         return [*flash.backward(problem, part, grad, q, k, v, out, lse), *unused]
