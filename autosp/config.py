@@ -39,6 +39,7 @@ OPTION_NAMES = (
     "fuse_linear_cross_entropy",
     "linear_cross_entropy_memory",
     "activation_memory_budget",
+    "checkpointing_keeps",
     "activation_offloading",
     "step_memory_gib",
     "overlap_communication",
@@ -132,6 +133,10 @@ class AutoSPConfig(BaseModel):
     """Share of the activations that the backward may keep, chosen by torch's partitioner: 1 keeps what is faster to
     keep, 0 recomputes all but inputs, attention and collectives, which are never recomputed; "auto" takes the largest
     with which the step fits, at the sizes that it is compiled with."""
+
+    checkpointing_keeps: Literal["nothing", "attention"] = "nothing"
+    """What the model's own activation checkpointing keeps of a body beside its inputs: "attention" keeps what attention
+    gives (as large as the hidden states), so that the work that grows with the square of the length is done once."""
 
     activation_offloading: bool | Literal["auto"] = False
     """Move saved activations to the host in the forward and back in the backward, on a stream of their own (CUDA).

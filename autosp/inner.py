@@ -38,8 +38,8 @@ def compile_local(
     Args:
         graph: the local program, not yet differentiated.
         examples: its inputs, as Dynamo gives them to a backend.
-        config: ``inner_backend``, ``activation_memory_budget``, ``activation_offloading`` and
-            ``overlap_communication`` are read.
+        config: ``inner_backend``, ``activation_memory_budget``, ``checkpointing_keeps``,
+            ``activation_offloading`` and ``overlap_communication`` are read.
         compiler: takes the place of the inner backend, called as Inductor is where that is the inner backend.
         fit: chooses the budget where it is "auto".
 
@@ -47,8 +47,9 @@ def compile_local(
         StepTooLarge: ``fit`` must find a budget, and there is none.
     """
     run: Callable[..., Any] = compiler or lookup_backend(config.inner_backend)
-    if config.activation_memory_budget == "auto" or config.activation_memory_budget < 1:
-        keep_attention(graph)
+    keeps = config.checkpointing_keeps == "attention"
+    if keeps or config.activation_memory_budget == "auto" or config.activation_memory_budget < 1:
+        keep_attention(graph, checkpointed=keeps)
     if fit is not None and config.inner_backend == "aot_eager" and compiler is None:
         run = aot_autograd(fw_compiler=boxed_nop, partition_fn=fit, keep_inference_input_mutations=True)
     with _partitioner_settings(config, fit):
@@ -57,11 +58,15 @@ def compile_local(
         return run(graph, examples, config_patches=_inductor_settings(config, fit))
 
 
-def keep_attention(graph: fx.GraphModule) -> None:
-    """Have the partitioner save what attention gives: a budget recomputes what is cheap, and this grows with S²."""
+def keep_attention(graph: fx.GraphModule, *, checkpointed: bool) -> None:
+    """Have the partitioner save what attention gives: a budget recomputes what is cheap, and this grows with S².
+
+    Args:
+        checkpointed: also inside the bodies of the model's own checkpointing, which are recomputed otherwise.
+    """
     for node in graph.graph.nodes:
         name = getattr(getattr(node.target, "_schema", None), "name", "")
-        if name in _ATTENTION and "recompute" not in node.meta:
+        if name in _ATTENTION and (checkpointed or "recompute" not in node.meta):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 

@@ -19,24 +19,31 @@ from autosp.inner import compile_local
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators by name."""
+    """Counts operators by name, also those that run with the random state of the forward."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found[func._schema.name.split("::")[1]] += 1
+        inside = [arg for arg in args if isinstance(arg, torch._ops.OpOverload)]
+        self.found[(inside[0] if inside else func)._schema.name.split("::")[1]] += 1
         return func(*args, **(kwargs or {}))
 
 
-def saved_and_backward(budget: float) -> tuple[int, Counter[str]]:
-    """Elements that the forward saves, parameters among them, and the operators of the backward."""
+def saved_and_backward(budget: float, checkpoint: bool = False, keeps: str = "nothing") -> tuple[int, Counter[str]]:
+    """Bytes that the forward saves, parameters among them, and the operators of the backward."""
     from autosp.backend import autosp_backend
 
     torch._dynamo.reset()
-    autosp.initialize({"autosp": {"inner_backend": "aot_eager", "activation_memory_budget": budget}})
-    compiled = torch.compile(zoo.build("llama", num_hidden_layers=1), backend=autosp_backend)
+    section = {"inner_backend": "aot_eager", "activation_memory_budget": budget, "checkpointing_keeps": keeps}
+    autosp.initialize({"autosp": section})
+    model = zoo.build("llama", num_hidden_layers=1)
+    if checkpoint:
+        model.gradient_checkpointing_enable()
+    compiled = torch.compile(model.train(), backend=autosp_backend)
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,6 +70,30 @@ def test_a_budget_saves_less_and_never_attends_or_exchanges_again(fake_ranks: Ca
     assert (plain[attention], recomputed[attention]) == (0, 0)
     for name in ("all_to_all_single", "all_gather_into_tensor", "all_reduce"):
         assert plain[name] == recomputed[name], name
+
+
+def test_checkpointing_can_keep_what_attention_gives(fake_ranks: Callable[..., None]):
+    fake_ranks(2)
+    least, again = saved_and_backward(1.0, checkpoint=True)
+    more, kept = saved_and_backward(1.0, checkpoint=True, keeps="attention")
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert (again[attention], kept[attention]) == (1, 0)
+    assert again["mm"] == kept["mm"], "the rest is recomputed as before"
+    assert least < more
+
+
+def checkpointed_llama() -> torch.nn.Module:
+    model = zoo.build("llama", num_hidden_layers=2).train()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def test_exact_where_checkpointing_keeps_attention(ranks: RankPool):
+    config = {"autosp": {"inner_backend": "aot_eager", "checkpointing_keeps": "attention", "token_tiles": 2}}
+    batches = [zoo.batch(17)]
+    for results in ranks.run(parity.run_model, checkpointed_llama, batches, config=config, timeout=300):
+        for result in results:
+            result.check()
 
 
 @pytest.mark.parametrize("budget", parity.mostly_slow([0.0, 0.3], []))

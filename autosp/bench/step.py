@@ -223,10 +223,12 @@ def _method(settings: StepSettings, model: Any) -> Iterator[Step]:
 @contextmanager
 def _autosp(settings: StepSettings, model: Any) -> Iterator[Step]:
     import autosp
+    from autosp.backend import autosp_backend
 
     section = {"verify": "compile", **settings.options, "inner_backend": settings.inner_backend}
     autosp.initialize({"autosp": section}, device_type=settings.device)
-    compiled = torch.compile(model, backend="autosp")
+    # not by its name, which a checkout that is not installed does not have
+    compiled = torch.compile(model, backend=autosp_backend)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = compiled(**autosp.prepare_batch({"input_ids": ids, "labels": ids.clone()})).loss

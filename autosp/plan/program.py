@@ -8,7 +8,7 @@ when such an operator reads it, or when the graph returns it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 aten = torch.ops.aten
 Size: TypeAlias = int | sympy.Expr
 PARTS = ("activations", "attention", "loss", "communication", "gradients")
+_RNG = "_rng_state"
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?|block)\.(\d+)(?:\.|$|')|(?:layers?|h|blocks?)\._modules\['(\d+)'\]")
 _CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -116,15 +117,15 @@ class _Reader:
 
     def _read_placeholder(self, node: fx.Node) -> None:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not _is_random_state(node):
             number = self._buffer(value, "activations")
             self.program.given[node.name] = number
             self.sources[node] = {number}
 
     def _read_call(self, node: fx.Node) -> None:
-        tensors = _tensors(node.meta.get("val"))
+        tensors = _results(node)
         inputs = set().union(*(self.sources.get(source, set()) for source in node.all_input_nodes))
-        if not tensors:
+        if not tensors or _is_random_state(node):
             return
         self.layer = _layer_of(node, self.layer)
         known = {self.storages[_storage(value)] for value in tensors if _storage(value) in self.storages}
@@ -148,7 +149,8 @@ class _Reader:
     def _read_output(self, node: fx.Node) -> None:
         (outputs,) = node.args
         for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
-            if isinstance(output, fx.Node) and isinstance(value := output.meta.get("val"), torch.Tensor):
+            value = output.meta.get("val") if isinstance(output, fx.Node) else None
+            if isinstance(value, torch.Tensor) and not _is_random_state(output):
                 self.program.returned[output.name] = self._buffer(value, "activations")
 
     def _buffer(self, value: torch.Tensor, part: str) -> int:
@@ -177,16 +179,39 @@ class _Reader:
         return False
 
 
+def _call(node: fx.Node) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+    """Operator, arguments and keywords; those inside where a recomputed operator runs with its random state again."""
+    if _RNG not in str(node.target):
+        return node.target, node.args, node.kwargs
+    at = next(i for i, arg in enumerate(node.args) if isinstance(arg, torch._ops.OpOverload))
+    return node.args[at], node.args[at + 1 :], node.kwargs
+
+
+def _is_random_state(node: fx.Node) -> bool:
+    """A generator's state that recomputation hands from the forward to the backward; it lies on the host."""
+    source = node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and "run_and_save" + _RNG in str(source.target):
+        return node.args[1] == 0
+    users = [user for user in node.users if "run_with" + _RNG in str(user.target)]
+    return node.op == "placeholder" and any(user.args[0] is node for user in users)
+
+
 def _packet(node: fx.Node) -> Any:
-    return node.target.overloadpacket if isinstance(node.target, torch._ops.OpOverload) else node.target
+    target = _call(node)[0]
+    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, (list, tuple)):
-        return [item for item in value if isinstance(item, torch.Tensor)]
-    return []
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _results(node: fx.Node) -> list[torch.Tensor]:
+    """A node's tensors; torch notes none on an operator with its random state, only on what is taken out of it."""
+    if "val" in node.meta or node.op == "get_attr":
+        return _tensors(node.meta.get("val"))
+    return [tensor for user in node.users if _is_view(user) and not _is_random_state(user) for tensor in _results(user)]
 
 
 def _storage(value: torch.Tensor) -> Any:
@@ -219,7 +244,7 @@ def _layer_of(node: fx.Node, current: int | None) -> int | None:
 
 
 def _part_of(node: fx.Node) -> str:
-    name = str(node.target)
+    name = str(_call(node)[0])
     if "_c10d_functional" in name:
         return "communication"
     if "scaled_dot_product" in name or "flash_attention" in name:
@@ -237,17 +262,18 @@ def _shapes(values: Iterable[Any]) -> list[Any]:
 
 def _flops(node: fx.Node) -> Size:
     """Floating-point operations of a product or an attention (causal: half), by torch's own formulas."""
-    if node.target is _CPU_FLASH:
-        count = sdpa_flop_count(*_shapes(node.args[:3]))
-        return _halved(count, len(node.args) > 4 and bool(node.args[4]))
-    if node.target is _CPU_FLASH_BACKWARD:
-        count = sdpa_backward_flop_count(*_shapes(node.args[:4]))
-        return _halved(count, len(node.args) > 7 and bool(node.args[7]))
+    target, args, kwargs = _call(node)
+    if target is _CPU_FLASH:
+        count = sdpa_flop_count(*_shapes(args[:3]))
+        return _halved(count, len(args) > 4 and bool(args[4]))
+    if target is _CPU_FLASH_BACKWARD:
+        count = sdpa_backward_flop_count(*_shapes(args[:4]))
+        return _halved(count, len(args) > 7 and bool(args[7]))
     formula = flop_registry.get(_packet(node))
     if formula is None:
         return 0
     value = lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x  # noqa: E731
-    count = formula(*map(value, node.args), **{k: value(v) for k, v in node.kwargs.items()}, out_val=node.meta["val"])
+    count = formula(*map(value, args), **{k: value(v) for k, v in kwargs.items()}, out_val=node.meta.get("val"))
     return expression(count)
 
 
