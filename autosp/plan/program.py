@@ -149,8 +149,9 @@ class _Reader:
     def _read_output(self, node: fx.Node) -> None:
         (outputs,) = node.args
         for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
-            value = output.meta.get("val") if isinstance(output, fx.Node) else None
-            if isinstance(value, torch.Tensor) and not _is_random_state(output):
+            if not isinstance(output, fx.Node) or _is_random_state(output):
+                continue
+            if isinstance(value := output.meta.get("val"), torch.Tensor):
                 self.program.returned[output.name] = self._buffer(value, "activations")
 
     def _buffer(self, value: torch.Tensor, part: str) -> int:
@@ -191,7 +192,7 @@ def _is_random_state(node: fx.Node) -> bool:
     """A generator's state that recomputation hands from the forward to the backward; it lies on the host."""
     source = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and "run_and_save" + _RNG in str(source.target):
-        return node.args[1] == 0
+        return bool(node.args[1] == 0)
     users = [user for user in node.users if "run_with" + _RNG in str(user.target)]
     return node.op == "placeholder" and any(user.args[0] is node for user in users)
 
