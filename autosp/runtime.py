@@ -30,16 +30,51 @@ class Checked:
     key: str
 
 
-def step_payload(args: Sequence[Any], checked: Sequence[Checked]) -> dict[str, bytes]:
-    """Digest of each checked input: dtype, shape and content."""
-    payload = {}
-    for item in checked:
-        tensor = args[item.index]
-        plain = tensor.detach().to("cpu").contiguous()
-        digest = hashlib.sha256(f"{plain.dtype}{tuple(plain.shape)}".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
-        payload[item.key] = digest.digest()
-    return payload
+def _about(tensor: torch.Tensor) -> bytes:
+    return f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+
+
+class InputDigests:
+    """Digests of the checked inputs of one step: dtype, shape and content.
+
+    From a GPU the content is copied behind the work that is queued there already, and read when that is done, so that
+    the step's own kernels can be queued in between and the device never waits for the comparison.
+    """
+
+    def __init__(self, args: Sequence[Any], checked: Sequence[Checked]) -> None:
+        self._tensors = {item.key: args[item.index].detach() for item in checked}
+        self.late = any(copies_behind(tensor) for tensor in self._tensors.values())
+        self._host = {key: self._copy(tensor) for key, tensor in self._tensors.items()}
+        self._copied = None
+        if any(tensor.is_cuda for tensor in self._tensors.values()):
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cuda:
+            return tensor.to("cpu")
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+    def shapes(self) -> dict[str, bytes]:
+        """Dtype and shape alone, known without waiting."""
+        return {key: _about(tensor) for key, tensor in self._tensors.items()}
+
+    def whole(self) -> dict[str, bytes]:
+        """Everything; waits for the copies."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        payload = {}
+        for key, tensor in self._host.items():
+            plain = tensor.contiguous()
+            digest = hashlib.sha256(_about(plain))
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+            payload[key] = digest.digest()
+        return payload
+
+
+def copies_behind(tensor: torch.Tensor) -> bool:
+    """Whether reading the tensor would wait for work that its device has queued."""
+    return tensor.is_cuda
 
 
 def describe(args: Sequence[Any], checked: Sequence[Checked]) -> str:
@@ -122,12 +157,20 @@ class LocalProgram:
                 )
         if self.weights:
             self._check_weights(args)
-        if self.checked:
-            agree(self.state, "step", step_payload(args, self.checked), detail=describe(args, self.checked))
+        checked_args, digests = args, self._check_inputs(args) if self.checked else None
         if self.sharded_inputs:
             args = tuple(self._to_local(i, arg) if i in self.sharded_inputs else arg for i, arg in enumerate(args))
         results = self.inner(*args)
+        if digests is not None and digests.late:
+            agree(self.state, "step", digests.whole(), detail=describe(checked_args, self.checked))
         return [self._wrap(results, index, spec) for index, spec in enumerate(self.specs)]
+
+    def _check_inputs(self, args: Sequence[Any]) -> InputDigests:
+        """Before the step: everything, or dtypes and shapes where the content can only be read behind queued work."""
+        digests = InputDigests(args, self.checked)
+        payload = digests.shapes() if digests.late else digests.whole()
+        agree(self.state, "step", payload, detail=describe(args, self.checked))
+        return digests
 
     def _check_weights(self, args: Sequence[Any]) -> None:
         """At every step, since one program serves every layer, and every model, of the same code."""

@@ -59,10 +59,13 @@ def test_without_a_sequence_group_the_plain_model_is_compiled(ranks: RankPool, i
     assert all(same)
 
 
-def steps_with_other_ids(rank_info: RankInfo, verify: str, first: bool) -> str:
-    """What a rank is told whose ids differ, at the first step or at a later one."""
+def steps_with_other_ids(rank_info: RankInfo, verify: str, first: bool, late: bool = False) -> str:
+    """What a rank is told whose ids differ, at the first step or at a later one; ``late``: as for inputs on a GPU."""
     import autosp
+    from autosp import runtime
 
+    if late:
+        runtime.copies_behind = lambda tensor: True
     autosp.initialize({"autosp": {"inner_backend": "eager", "verify": verify, "verify_timeout": 30.0}})
     model = toys.build("two_slices" if first and rank_info.rank == 1 else "pad_slice")
     compiled = torch.compile(model, backend="autosp")
@@ -90,6 +93,39 @@ def test_the_step_check_can_be_turned_off_and_the_one_at_compile_time_stays(
     ranks: RankPool, verify: str, first: bool, expected: str
 ):
     assert ranks.run(steps_with_other_ids, verify, first, timeout=100) == [expected] * 2
+
+
+def late_check(rank_info: RankInfo) -> tuple[list[str], list[str]]:
+    """The comparisons of a step around the program's run, and what a rank is told whose ids differ."""
+    from autosp import runtime
+
+    events: list[str] = []
+    kept = runtime.copies_behind, runtime.agree, runtime.LocalProgram._wrap
+
+    def noted(state: Any, kind: str, payload: Any, **more: Any) -> None:
+        events.append(f"{kind} of {max(len(part) for part in payload.values())} bytes")
+        kept[1](state, kind, payload, **more)
+
+    def wrapped(self: Any, results: Any, index: int, spec: Any) -> Any:
+        events.append("output")
+        return kept[2](self, results, index, spec)
+
+    runtime.agree, runtime.LocalProgram._wrap = noted, wrapped
+    try:
+        told = steps_with_other_ids(rank_info, "inputs", False, late=True)
+    finally:
+        runtime.copies_behind, runtime.agree, runtime.LocalProgram._wrap = kept
+    return events, [told]
+
+
+def test_inputs_on_a_gpu_are_compared_behind_the_queued_step(ranks: RankPool):
+    """Shapes before the program runs, the content (32 bytes of digest) after it and before anyone gets an output."""
+    for events, told in ranks.run(late_check, timeout=100):
+        assert told == ["RankMismatchError"]
+        before, after, *outputs = events[: events.index("output") + 1]
+        assert before.startswith("step of") and before != after == "step of 32 bytes" and outputs == ["output"]
+        # of the second step, whose content differs, no output is handed on
+        assert events[-1] == "step of 32 bytes" and events.count("step of 32 bytes") == 2
 
 
 def share_of_own_passes(rank_info: RankInfo) -> dict[str, float]:
