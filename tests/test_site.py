@@ -1,4 +1,4 @@
-"""The site: tables made from the sources are whole, messages are found by their text, the quick start runs."""
+"""The site: tables made from the sources are whole, messages are found by their text, commands have their options."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import doc_pages
 import pytest
 import zoo
-from pool import RankInfo, RankPool
 
 from autosp.config import AutoSPConfig
 
@@ -107,15 +107,13 @@ def test_links_out_of_the_site_become_text(site: Any) -> None:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Every call of ``autosp`` in a block of the pages, with the page's name."""
-    found: list[tuple[str, list[str]]] = []
-    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        text = page.read_text(encoding="utf-8")
-        blocks = "".join(re.findall(r"^```[^\n]*\n(.*?)^```", text, re.M | re.S)).replace("\\\n", " ")
-        lines = [line for line in blocks.splitlines() if line.startswith("autosp ")]
-        lines += re.findall(r"^ {4}(autosp .*)$", text.replace("\\\n", " "), re.M)
-        found += [(page.name, shlex.split(line, comments=True)[1:]) for line in lines]
-    return found
+    """Every call of ``autosp`` in a block of the pages, run or not, with the page's name."""
+    return [
+        (block.page, command[1:])
+        for block in doc_pages.all_blocks()
+        for command in block.commands
+        if command[0] == "autosp"
+    ]
 
 
 def test_commands_on_the_pages_have_options_that_exist() -> None:
@@ -141,17 +139,6 @@ def test_commands_on_the_pages_have_options_that_exist() -> None:
             command.make_context(arguments[0], path)
         except Exception as error:
             raise AssertionError(f"{page}: autosp {shlex.join(arguments)}: {error}") from error
-
-
-def run_block(rank_info: RankInfo, code: str) -> None:
-    exec(compile(code, "docs/index.md", "exec"), {"__name__": "quick_start"})
-
-
-def test_the_quick_start_runs(ranks: RankPool) -> None:
-    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    block = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[1]
-    assert "autosp.initialize" in block
-    ranks.run(run_block, block, world_size=2, timeout=240, process_group=False)
 
 
 def test_the_tables_need_no_torch() -> None:

@@ -206,6 +206,11 @@ def test_methods_of_the_model_that_know_of_no_shards(ranks: RankPool, tmp_path: 
     ranks.run(methods, str(tmp_path), world_size=2)
 
 
+def alone(rank_info: Any) -> Any:
+    """A group of this rank alone: DDP over ranks that hold different rows is refused."""
+    return [torch.distributed.new_group([rank]) for rank in range(rank_info.world_size)][rank_info.rank]
+
+
 def save(rank_info: Any, folder: str) -> dict[str, torch.Tensor]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -215,9 +220,14 @@ def save(rank_info: Any, folder: str) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(**zoo.batch(9)).loss.backward()
     optimizer.step()
-    state = optimizer_state_with_rows(model, get_optimizer_state_dict(model, optimizer))
+    # compiled as a whole, wrapped by DDP, and with a part that is compiled: names and rows are those of the model
+    compiled = torch.compile(torch.nn.parallel.DistributedDataParallel(model, process_group=alone(rank_info)))
+    model.transformer.h[0] = torch.compile(model.transformer.h[0])
+    state = optimizer_state_with_rows(compiled, get_optimizer_state_dict(compiled, optimizer))
+    dense = autosp.dense_state_dict(compiled)
+    assert not any("_orig_mod" in name or name.startswith("module.") for name in dense)
+    model.transformer.h[0] = model.transformer.h[0]._orig_mod
     dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=folder)
-    dense = autosp.dense_state_dict(model)
     if rank_info.rank == 0:
         model.save_pretrained(folder + "/dense", state_dict=dict(dense))
     moments = state["state"]["transformer.wte.weight"]["exp_avg"].full_tensor()

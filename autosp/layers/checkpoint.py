@@ -22,10 +22,12 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state dict of the model without vocabulary-parallel layers: whole tensors on every rank, the same names.
 
     Collective over the tensor-parallel group. ``model.save_pretrained(path, state_dict=dense_state_dict(model))`` on
-    one rank writes what ``from_pretrained`` reads.
+    one rank writes what ``from_pretrained`` reads, the model compiled or wrapped by DDP or not: names are those of the
+    plain model.
     """
     return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
+        _plain(name): value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in _unwrapped(model).state_dict().items()
     }
 
 
@@ -42,11 +44,11 @@ def optimizer_state_with_rows(model: nn.Module, state: dict[str, Any]) -> dict[s
     Raises:
         InputError: another form, or a state of a sharded parameter that is neither a number nor of its shape.
     """
-    states = _states(state)
-    for name, module in vocab_sharded_parameters(model).items():
-        if name not in states:
+    states, model = _states(state), _unwrapped(model)
+    for long_name, module in vocab_sharded_parameters(model).items():
+        if (name := _plain(long_name)) not in states:
             continue
-        shape = model.get_parameter(name).shape
+        shape = model.get_parameter(long_name).shape
         states[name] = {key: _with_rows(module, name, key, value, shape) for key, value in states[name].items()}
     return _unmarked({**state, "state": states})
 
@@ -58,6 +60,22 @@ def optimizer_state_without_rows(state: dict[str, Any]) -> dict[str, Any]:
         for name, values in _states(state).items()
     }
     return _unmarked({**state, "state": states})
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DDP and ``torch.compile``."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _plain(name: str) -> str:
+    """The name that torch.distributed.checkpoint and ``from_pretrained`` know, also of a part that is compiled."""
+    return name.replace("_orig_mod.", "")
 
 
 def _unmarked(state: dict[str, Any]) -> dict[str, Any]:
