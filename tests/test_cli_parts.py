@@ -362,3 +362,12 @@ def test_plain_progress_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "Reading ...\n  done in 0.0 s  3 files\n" in shown
     assert "step 1/2  loss 2.5000  1,234 tokens/s  peak 3.00 GiB  2:05 left" in shown
+
+
+def test_progress_of_a_report_is_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.reporter(True, to_stderr=True).stage("Reading"):
+        pass
+    with progress.reporter(False, to_stderr=True).stage("Reading on another rank"):
+        pass
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err == "Reading ...\n  done in 0.0 s\n"

@@ -209,9 +209,13 @@ def test_the_page_in_a_browser(explained: tuple[dict[str, Any], Path], browser: 
     assert problems == []
 
 
-def test_a_refused_model_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_model_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = command("tool_models:refused", "--seq-len", "16", "--dtype", "fp32")
     assert code == 1
+    # the report alone is on standard output
+    stages = ["Importing torch and transformers", "Compiling", "Refused; compiling with what is refused gathered"]
+    said = capsys.readouterr().err
+    assert all(f"{stage} ...\n" in said and stage not in out for stage in stages)
     text = " ".join(out.split())
     assert "refused: aten.cumsum.default" in text and "tool_models.py" in text
     assert 'gathered (unsupported: "gather")' in text and "graph 2 of 2" in text

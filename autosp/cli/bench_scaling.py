@@ -56,7 +56,7 @@ def scaling(
                 f"--ranks {size}: the closed form is for groups of at least 2 whose size divides --heads ({heads}), "
                 f"--kv-heads ({kv_heads}) and --strong ({fixed})"
             )
-    speaks = reporter(True)
+    speaks = reporter(True, to_stderr=True)
     with speaks.stage("Importing torch and transformers"):
         from autosp.plan import scaling as counting
     shape = counting.Shape(heads, kv_heads, head_dim)

@@ -21,7 +21,7 @@ def main(path: str) -> None:
     handler = get_error_handler()
     handler.initialize()
     settings = CheckSettings(**json.loads(Path(path).read_text()))
-    speaks = reporter(os.environ.get("RANK") == "0" and "AUTOSP_QUIET" not in os.environ)
+    speaks = reporter(os.environ.get("RANK") == "0" and "AUTOSP_QUIET" not in os.environ, to_stderr=True)
     try:
         with speaks.stage("Importing torch and transformers"):
             from autosp.cli import worker

@@ -44,7 +44,7 @@ def explain(
     length = parse_size(seq_len, option="--seq-len")
     check_spec(model, weights=False)
     settings = read_json(Path(config)) if config is not None else {}
-    speaks = reporter(not json_output)
+    speaks = reporter(not json_output, to_stderr=True)
     with speaks.stage("Importing torch and transformers"):
         import torch
 

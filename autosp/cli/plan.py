@@ -108,7 +108,7 @@ def plan(
     check_spec(model, weights=False)
     if is_factory(model) and layers is not None:
         raise ConfigError("--layers is for transformers models; a factory makes the model that it makes")
-    speaks = reporter(not json_output)
+    speaks = reporter(not json_output, to_stderr=True)
     with speaks.stage("Importing torch and transformers"):
         from autosp.plan.estimate import Hardware
     hardware = Hardware(flops=tflops * 1e12, headroom=headroom, **numbers)

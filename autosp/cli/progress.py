@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -54,11 +55,18 @@ class Silent:
 
 
 class Plain(Silent):
-    """Lines for a log file: a start, a sign of life each ten seconds, an end."""
+    """Lines for a log file: a start, a sign of life each ten seconds, an end.
+
+    Args:
+        to_stderr: print to standard error, so that standard output has what was asked for and nothing else.
+    """
+
+    def __init__(self, to_stderr: bool = False) -> None:
+        self.to_stderr = to_stderr
 
     def line(self, text: str) -> None:
         """Print one line at once."""
-        print(text, flush=True)
+        print(text, flush=True, file=sys.stderr if self.to_stderr else sys.stdout)
 
     @contextmanager
     def stage(self, text: str) -> Iterator[Any]:
@@ -146,11 +154,15 @@ def _describe(now: StepReport) -> str:
     return f"loss {now.loss:.4f}  {now.tokens_per_s:,.0f} tokens/s  peak {memory(now.peak_bytes)}"
 
 
-def reporter(speaks: bool) -> Silent:
-    """Return the reporter that fits this process and what its standard output is."""
+def reporter(speaks: bool, *, to_stderr: bool = False) -> Silent:
+    """Return the reporter that fits this process and what it prints to: a terminal or not.
+
+    A command whose result is a report or a table has its progress on standard error; that of a training run, whose
+    steps are what it has to tell, is on standard output.
+    """
     if not speaks:
         return Silent()
     from rich.console import Console
 
-    console = Console()
-    return Live(console) if console.is_terminal else Plain()
+    console = Console(stderr=to_stderr)
+    return Live(console) if console.is_terminal else Plain(to_stderr)
