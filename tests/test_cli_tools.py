@@ -190,7 +190,8 @@ def test_a_length_that_fails_is_a_row_that_says_why(
         settings = json.loads(Path(file).read_text())
         ours = settings["method"] == OURS
         lengths = settings["lengths"] if ours else settings["lengths"][:1]
-        rows = [StepRow(settings["method"], n, nproc, 2.5, 0.5, n / 0.5 / nproc, 2**30, 9.0) for n in lengths]
+        share = {"gemm_share": 0.375, "gemm_flops_per_second": 1e12}
+        rows = [StepRow(settings["method"], n, nproc, 2.5, 0.5, n / 0.5 / nproc, 2**30, 9.0, **share) for n in lengths]
         measuring.write(Path(settings["result"]), rows)
         failure = type("Failure", (), {"exitcode": 1, "message": {"message": "out of memory"}, "timestamp": 0})()
         return ({} if ours else {0: failure}), None
@@ -201,7 +202,7 @@ def test_a_length_that_fails_is_a_row_that_says_why(
     arguments = ["--device", "cpu", "--lengths", "64,128,256", "--json", files[0], "--picture", files[1]]
     assert run("bench", "step", *arguments) == 0
     out, err = capsys.readouterr()
-    assert "| autosp | 256 | 2 | 256 | 1.0 | 9.0 | 2.50000 | |" in out.replace("|  |", "| |")
+    assert "| autosp | 256 | 2 | 256 | 37.5% | 1.0 | 9.0 | 2.50000 | |" in out.replace("|  |", "| |")
     assert "| out of memory |" in out and "| not tried |" in out
     assert "skipped: torch context_parallel: not installed" in err
     assert len(json.loads(Path(files[0]).read_text())["rows"]) == 6
@@ -218,6 +219,24 @@ def test_every_way_computes_the_same_loss(tmp_path: Path) -> None:
     rows = json.loads(file.read_text())["rows"]
     assert [row["method"] for row in rows] == names and all(row["seconds"] > 0 for row in rows)
     assert max(row["loss"] for row in rows) - min(row["loss"] for row in rows) < 1e-5
+    for row in rows:
+        assert 0 < row["gemm_share"] < 1 and row["gemm_flops_per_second"] > 1e9
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_flops_are_those_of_the_products(tied: bool) -> None:
+    """Counted by torch, which does not know that a causal mask leaves half of attention's products."""
+    import zoo
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from autosp.bench.model_flops import model_flops
+
+    model = zoo.llama(attn_implementation="eager", tie_word_embeddings=tied)
+    length, config = 64, model.config
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=(ids := torch.zeros(1, length, dtype=torch.int64)), labels=ids).loss.backward()
+    hidden = 6 * config.num_hidden_layers * config.hidden_size * length**2
+    assert model_flops(model, length) == pytest.approx(counter.get_total_flops() - hidden, rel=1e-3)
 
 
 def test_a_row_that_trains_on_something_else_is_noted() -> None:
@@ -227,7 +246,7 @@ def test_a_row_that_trains_on_something_else_is_noted() -> None:
 
 
 def test_the_table_of_a_failed_row() -> None:
-    assert bench_step.table([StepRow("x", 8, 2, note="why")]).endswith("| x | 8 | 2 | - | - | - | - | why |")
+    assert bench_step.table([StepRow("x", 8, 2, note="why")]).endswith("| x | 8 | 2 | - | - | - | - | - | why |")
 
 
 # --- with real processes

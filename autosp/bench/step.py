@@ -89,6 +89,10 @@ class StepRow:
     collectives_ms: float | None = None
     """Milliseconds of a step in which the GPU ran collectives, and of those the ones under computation."""
     overlapped_ms: float | None = None
+    gemm_flops_per_second: float | None = None
+    """Of a burst of square products on one GPU, in the dtype of the step: `autosp.bench.linear_loss.burst_rate`."""
+    gemm_share: float | None = None
+    """`autosp.bench.model_flops.model_flops` a second and GPU over that rate."""
     note: str = ""
 
 
@@ -114,15 +118,27 @@ def run(settings: StepSettings) -> list[StepRow]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo")
+    from autosp.bench.linear_loss import burst_rate
+
+    rate = burst_rate(device, getattr(torch, settings.dtype))
     model = build(settings, device)
     rows: list[StepRow] = []
     with _method(settings, model) as step:
         for length in settings.lengths:
             rows.append(_measure(settings, model, step, length, device))
+            _compare_with_gemm(rows[-1], rate, model)
             if dist.get_rank() == 0:
                 write(Path(settings.result), rows)
     dist.destroy_process_group()
     return rows
+
+
+def _compare_with_gemm(row: StepRow, rate: float, model: Any) -> None:
+    from autosp.bench.model_flops import model_flops
+
+    row.gemm_flops_per_second = rate
+    if row.seconds:
+        row.gemm_share = model_flops(model, row.length) / row.ranks / row.seconds / rate
 
 
 def write(path: Path, rows: list[StepRow]) -> None:

@@ -54,7 +54,10 @@ def step(
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """A training step of an unmodified Llama, forward and backward: tokens a second, peak memory, first step, loss."""
+    """A training step of an unmodified Llama, forward and backward: tokens a second, peak memory, first step, loss.
+
+    "of GEMM peak" is model flops, recomputation not counted, over what a burst of products reaches on the same card.
+    """
     from autosp.cli import launch
     from autosp.cli.bench import check_device, check_target
 
@@ -70,7 +73,7 @@ def step(
     more = _options(options)
     if launch.under_launcher():
         raise ConfigError("autosp bench step starts its own processes; run it without torchrun")
-    speaks = reporter(True)
+    speaks = reporter(True, to_stderr=True)
     with speaks.stage("Importing torch"):
         from autosp.bench import step as measuring
     if device == "cuda":
@@ -184,9 +187,11 @@ def note_losses(rows: list[Any], reference: str, dtype: str) -> None:
 
 def table(rows: list[Any]) -> str:
     """The rows as a Markdown table."""
-    lines = ["| method | tokens | ranks | tokens/s/GPU | peak GiB | first step s | loss | |", "|" + "---|" * 8]
+    names = "method | tokens | ranks | tokens/s/GPU | of GEMM peak | peak GiB | first step s | loss"
+    lines = [f"| {names} | |", "|" + "---|" * 9]
     for r in rows:
         cells = [f"{r.tokens_per_second_per_gpu:,.0f}" if r.seconds else "-"]
+        cells.append(f"{r.gemm_share:.1%}" if r.gemm_share else "-")
         cells.append(f"{r.peak_bytes / 2**30:.1f}" if r.peak_bytes else "-")
         cells.append(f"{r.first_step_seconds:.1f}" if r.first_step_seconds else "-")
         cells.append(f"{r.loss:.5f}" if r.loss is not None else "-")
