@@ -32,7 +32,9 @@ def run(*arguments: str) -> int:
 def test_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "out.json"
     arguments = ["--shape", "3x24", "--dtype", "float32", "--repeats", "2", "--device", "cpu", "--json", str(target)]
-    assert run("losses", *arguments) == 0
+    assert run("losses", *arguments, "--picture", str(tmp_path / "out.svg")) == 0
+    picture = (tmp_path / "out.svg").read_text()
+    assert all(f"<!-- {text} -->" in picture for text in (*losses.PASSES, "autosp", "eager", "3 x 24, float32"))
     written = json.loads(target.read_text())
     rows = written["results"]
     assert {(row["operator"], row["implementation"]) for row in rows} == {
@@ -197,6 +199,8 @@ WRONG = {
     "a folder that is not there": (("losses", "--json", "no/such/file.json", *CPU), "in a folder that exists"),
     "a picture of a CPU": (("linear-loss", "--picture", "p.png", *CPU), "which only a GPU counts"),
     "a picture of no format": (("linear-loss", "--picture", "p.txt", *CPU), "allowed endings are .png"),
+    "a picture of losses of no format": (("losses", "--picture", "p.gif", *CPU), "allowed endings are .png"),
+    "a picture over a group": (("losses", "--tp", "2", "--picture", "p.png", *CPU), "with --tp there is one"),
     "ranks that nobody started": (("losses", "--tp", "2", *CPU), "torchrun --nproc-per-node 2 -m autosp.cli.main"),
     "a peer over a group": (("losses", "--tp", "2", "--peer", "eager", *CPU), "--peer eager has no effect"),
     "a mask": (("attention", "--mask", "square", *CPU), "unknown masks ['square']; allowed are"),
@@ -221,7 +225,7 @@ def test_mistakes_end_with_one_line(
     assert run(*arguments) == 2
     printed = capsys.readouterr().err.strip().splitlines()
     assert message in printed[-1] and printed[-1].startswith("autosp: error: ")
-    assert all(line.startswith("skipped: ") for line in printed[:-1])
+    assert all(line.startswith("skipped: ") or line == "Measuring ..." for line in printed[:-1])
 
 
 @pytest.mark.parametrize("command", ["losses", "linear-loss", "attention"])

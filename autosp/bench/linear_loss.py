@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from autosp.bench.picture import Dot, draw_dots
 from autosp.errors import ConfigError
 
 SHAPES = ((8192, 4096, 128256), (16384, 4096, 131072), (8192, 2304, 256000))
@@ -294,32 +295,19 @@ def draw(rows: list[Row], path: Path) -> None:
     Raises:
         ConfigError: no row has a memory figure, which only a GPU counts.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib import ticker
-
     # What computes the same number: the mean of the cross entropies.
     other = ("KL", "none", "logprobs")
-    shown = [r for r in rows if r.over_gemms and r.extra_gib is not None and not r.method.endswith(other)]
-    shapes = list(dict.fromkeys((r.tokens, r.hidden, r.vocab) for r in shown))
-    if not shapes:
+    dots = [
+        Dot(f"N={r.tokens} H={r.hidden} V={r.vocab}", r.method, max(r.extra_gib, 0.01), r.over_gemms)
+        for r in rows
+        if r.over_gemms and r.extra_gib is not None and not r.method.endswith(other)
+    ]
+    if not dots:
         raise ConfigError("no row has both a time and a memory figure; run on a GPU for the picture")
-    figure, axes = plt.subplots(1, len(shapes), figsize=(5.5 * len(shapes), 4.5), squeeze=False)
-    for axis, shape in zip(axes[0], shapes, strict=True):
-        for r in (r for r in shown if (r.tokens, r.hidden, r.vocab) == shape):
-            ours = r.method.startswith("autosp")
-            x = max(r.extra_gib or 0.0, 0.01)
-            axis.scatter(x, r.over_gemms, color="tab:red" if ours else "tab:blue", marker="o" if ours else "s")
-            axis.annotate(
-                r.method, (x, r.over_gemms), textcoords="offset points", xytext=(5, 5 if ours else -10), fontsize=8
-            )
-        axis.set(xscale="log", yscale="log", title=f"N={shape[0]} H={shape[1]} V={shape[2]}")
-        axis.set(xlabel="GiB beyond inputs and gradients", ylabel="time / its three GEMMs alone", xlim=(0.006, 80))
-        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.2, 1.5, 2, 3, 5)))
-        axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%.1fx"))
-        axis.yaxis.set_minor_locator(ticker.NullLocator())
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    draw_dots(
+        dots,
+        path,
+        xlabel="GiB beyond inputs and gradients",
+        ylabel="time / its three GEMMs alone",
+        panel_size=(5.5, 4.5),
+    )

@@ -13,11 +13,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from autosp.bench.picture import Dot, draw_dots
 from autosp.custom_ops import vocab_parallel as vp
 from autosp.errors import ConfigError
 
@@ -296,3 +298,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             f" {row['ms']:.3f} | {row['floor_ms']:.3f} | {row['ratio']:.2f} | {extra} | {row['host_ms']:.2f} |"
         )
     return "\n".join(lines)
+
+
+def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Time over the floor of each operator, one dot an implementation, one panel a shape and dtype."""
+    dots = [
+        Dot(f"{row['rows']} x {row['vocab']}, {row['dtype']}", row["implementation"], row["operator"], row["ratio"])
+        for row in results
+    ]
+    draw_dots(dots, path, xlabel="", ylabel="time / its bytes at copy bandwidth", panel_size=(4.5, 4.5))

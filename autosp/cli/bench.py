@@ -26,8 +26,10 @@ _CPU_LOSSES = ((64, 1000),)
 _CPU_LINEAR = ((64, 32, 1000),)
 _CPU_ATTENTION = (256,)
 
+PICTURES = (".png", ".svg", ".pdf")
+
 # Lines even on a terminal: the thread of a live bar would take part in what is measured.
-_MEASURING = Plain()
+_MEASURING = Plain(to_stderr=True)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,7 +48,10 @@ Repeats = Annotated[int, typer.Option(min=1, help="Timed runs; the median is sho
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-@app.command("losses", epilog="Example: autosp bench losses --shape 8192x75968 --dtype bfloat16 --json losses.json")
+@app.command(
+    "losses",
+    epilog="Example: autosp bench losses --shape 8192x75968 --dtype bfloat16 --json losses.json --picture losses.png",
+)
 def losses(
     shape: Annotated[
         list[str] | None,
@@ -80,16 +85,22 @@ def losses(
     device: Device = "cuda",
     repeats: Repeats = 10,
     json_file: Json = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the time over the floor of each operator here (.png, .svg, .pdf).")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Losses over logits: forward + backward against the bytes that they cannot avoid to move."""
     where = check_device(device)
     check_target(json_file, "--json")
+    check_target(picture, "--picture", PICTURES)
     shapes = [_sizes(text, ("ROWS", "VOCABULARY")) for text in shape or ()]
     from autosp.bench import losses as measuring
 
     on_cpu = where.type == "cpu"
     if tp > 1:
+        if picture is not None:
+            raise ConfigError("--picture draws implementations side by side; with --tp there is one: leave out either")
         _losses_over_a_group(shapes or (_CPU_LOSSES if on_cpu else measuring.SHAPES[:1]), dtype, operator, peer, tp,
                              device, repeats, json_file)  # fmt: skip
         return
@@ -107,6 +118,9 @@ def losses(
     print(" ".join(f"{key}={value}" for key, value in about.items()))
     print(measuring.table(rows))
     _write(json_file, {"environment": about, "results": rows})
+    if picture is not None:
+        measuring.draw(rows, picture)
+        print(f"written: {picture}", file=sys.stderr)
 
 
 def _losses_over_a_group(
@@ -164,7 +178,7 @@ def linear_loss(
     where = check_device(device)
     on_cpu = where.type == "cpu"
     check_target(json_file, "--json")
-    check_target(picture, "--picture", (".png", ".svg", ".pdf"))
+    check_target(picture, "--picture", PICTURES)
     if picture is not None and on_cpu:
         raise ConfigError("--picture draws memory figures, which only a GPU counts; leave out --device cpu")
     shapes = [_sizes(text, ("TOKENS", "HIDDEN", "VOCABULARY")) for text in shape or ()]
@@ -191,6 +205,7 @@ def linear_loss(
     _write(json_file, about)
     if picture is not None:
         measuring.draw(rows, picture)
+        print(f"written: {picture}", file=sys.stderr)
 
 
 @app.command("attention", epilog="Example: autosp bench attention --length 16384 --length 65536 --json attention.json")
