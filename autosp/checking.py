@@ -25,6 +25,7 @@ from autosp.comparison import Comparison, tolerance
 from autosp.errors import AutoSPError, InputError
 from autosp.inputs import prepare_batch
 from autosp.randomness import draws_in_training
+from autosp.sharded_copy import ShardedCopy, check_whole
 
 LossOf = Callable[[Any], torch.Tensor]
 
@@ -99,7 +100,9 @@ def check(
 ) -> CheckResult:
     """Compare `model` compiled for the current mesh with the same model in one process. Collective over the world.
 
-    Weights, buffers, gradients, training mode and random state are as before when it returns.
+    Weights, buffers, gradients, training mode and random state are as before when it returns. Where the settings shard
+    the LM head over the vocabulary, a copy of the model is sharded and compiled, and `model` stays whole: each rank
+    compares its rows of a gradient with those rows of the whole one.
 
     Args:
         model: the plain model, whole on every rank and with the same weights within a sequence group; not compiled, not
@@ -114,8 +117,8 @@ def check(
             and `outputs` is "dtensor".
 
     Raises:
-        InputError: nothing is initialised, the model is compiled or sharded already, the batch is no mapping, or the
-            plain model fails on some rank; raised on every rank.
+        InputError: nothing is initialised, the model is compiled or sharded already, its LM head cannot be sharded as
+            the settings say, the batch is no mapping, or the plain model fails on some rank; raised on every rank.
     """
     return Checker(model, lr=lr, rtol=rtol, prepare=prepare, loss_of=loss_of, options=options).run(batch, steps=steps)
 
@@ -140,8 +143,10 @@ class Checker:
         loss_of: LossOf | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_model(model)
+        state = _check_model(model)
         self.model, self.lr, self.rtol = model, lr, rtol
+        self.copy = ShardedCopy(state, model) if state.has_vocabulary_axis else None
+        self.parallel = self.copy.module if self.copy is not None else model
         self.prepare, self.loss_of = prepare, loss_of or loss_in
         self.compilations = self.calls = 0
         # The whole outputs are compared, and the gradients before an engine has seen them.
@@ -157,7 +162,7 @@ class Checker:
 
             return run
 
-        self.compiled = torch.compile(model, backend=counting, options=settings)
+        self.compiled = torch.compile(self.parallel, backend=counting, options=settings)
 
     def run(self, batch: Mapping[str, Any], *, steps: int = 1) -> CheckResult:
         """Compare on one batch; see `check`."""
@@ -168,12 +173,14 @@ class Checker:
         begin, before, self.calls = time.perf_counter(), self.compilations, 0
         result = CheckResult(ok=False, tolerance=self.rtol or tolerance(self.model), steps=steps)
         result.dropout_off = self.model.training and draws_in_training(self.model)
-        comparison = Comparison()
+        comparison = Comparison(self.copy.rows if self.copy is not None else None)
         with _kept(self.model, eval_mode=result.dropout_off) as saved:
-            self._together(lambda: self._train(self.model, batch, steps, comparison.expect), "plain model")
+            self._together(lambda: self._train(self.model, self.model, batch, steps, comparison.expect), "plain model")
             _restore(self.model, saved)
+            if self.copy is not None:
+                self.copy.take(saved, self.model)
             try:
-                self._train(self.compiled, batch, steps, comparison.compare, prepare=self.prepare)
+                self._train(self.compiled, self.parallel, batch, steps, comparison.compare, prepare=self.prepare)
             except Exception as error:
                 if (refusal := _refusal(error)) is None:
                     raise
@@ -193,17 +200,18 @@ class Checker:
 
     def _train(
         self,
-        model: Callable[..., Any],
+        call: Callable[..., Any],
+        model: torch.nn.Module,
         batch: Mapping[str, Any],
         steps: int,
         take: Callable[..., None],
         prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ) -> None:
         for step in range(steps):
-            self.model.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
             # clones: a tag of an earlier run must not stay on the user's tensors, nor a write into them
             inputs = {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-            out = model(**prepare(inputs))
+            out = call(**prepare(inputs))
             loss = self.loss_of(out)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise InputError(
@@ -211,14 +219,14 @@ class Checker:
                     "loss_of=a function that takes what the model returns"
                 )
             loss.backward()
-            take(step, loss.detach(), self.model, out)
+            take(step, loss.detach(), model, out)
             if step + 1 < steps:
-                self._descend()
+                self._descend(model)
 
-    def _descend(self) -> None:
+    def _descend(self, model: torch.nn.Module) -> None:
         # SGD: an adaptive optimizer divides by the gradient's size, and so makes rounding noise as large as a gradient
         with torch.no_grad():
-            for parameter in self.model.parameters():
+            for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=self.lr)
 
@@ -237,8 +245,9 @@ class Checker:
                 raise InputError(message) from (cause if failure else None)
 
 
-def _check_model(model: torch.nn.Module) -> None:
-    if mesh.current() is None:
+def _check_model(model: torch.nn.Module) -> mesh.AutoSPState:
+    state = mesh.current()
+    if state is None:
         raise InputError("autosp.check compares with a group: call autosp.initialize(...) first, under torchrun")
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"a model is a torch.nn.Module, not {type(model).__name__}")
@@ -249,6 +258,8 @@ def _check_model(model: torch.nn.Module) -> None:
         raise InputError(
             f"{sharded[0]} and {len(sharded) - 1} more parameters are DTensors; check the model before it is sharded"
         )
+    check_whole(model)
+    return state
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

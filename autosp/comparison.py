@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,9 +35,14 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor, floor: float = 
 
 
 class Comparison:
-    """Takes the steps of the plain model first (`expect`), then those of the compiled one (`compare`)."""
+    """Takes the steps of the plain model first (`expect`), then those of the compiled one (`compare`).
 
-    def __init__(self) -> None:
+    Args:
+        rows: of a parameter's name and its whole gradient, the rows that this rank's compiled model has; None: all.
+    """
+
+    def __init__(self, rows: Callable[[str, torch.Tensor], torch.Tensor] | None = None) -> None:
+        self._rows = rows or (lambda name, whole: whole)
         self._losses: list[torch.Tensor] = []
         self._gradients: list[dict[str, torch.Tensor]] = []
         self._outputs: list[torch.Tensor | None] = []
@@ -64,7 +69,7 @@ class Comparison:
         self.missing = sorted({*self.missing, *(set(found) ^ set(expected))})
         floor = _floor(expected)
         for name in sorted(set(found) & set(expected)):
-            error = relative_error(found[name], expected[name], floor)
+            error = self._gradient_error(name, found[name], expected[name], floor)
             if not error <= self.gradient_error or not self.worst:
                 self.worst = name
                 self.gradient_error = _worse(self.gradient_error, error)
@@ -73,6 +78,16 @@ class Comparison:
             whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
             error = relative_error(whole, reference) if whole.shape == reference.shape else float("inf")
             self.output_error = _worse(self.output_error, error)
+
+    def _gradient_error(self, name: str, found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
+        """Relative to the largest value of the whole gradient, of which a rank may have some rows."""
+        rows = self._rows(name, expected)
+        if rows is expected:
+            return relative_error(found, expected, floor)
+        if rows.shape != found.shape:
+            return float("inf")
+        largest = expected.abs().nan_to_num(posinf=0.0).max().item() if expected.numel() else 0.0
+        return relative_error(found, rows, max(floor, largest))
 
     def fill(self, result: Any) -> None:
         """Write what was found into a `autosp.checking.CheckResult`."""

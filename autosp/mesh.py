@@ -31,9 +31,13 @@ from autosp.dynamo_settings import ignore_transformers_warnings, keep_graphs_who
 from autosp.errors import ConfigError, InputError, RankMismatchError
 from autosp.weights import compare_weights
 
-__all__ = ["AXES", "AutoSPState", "agree", "current", "initialize", "reset", "select", "use"]
+__all__ = ["AXES", "AutoSPState", "agree", "current", "initialize", "reset", "select", "shard_head", "use"]
 
 AXES = ("dp", "sp", "tp")
+NO_MODEL = (
+    "tensor_parallel.vocab_parallel_lm_head is set, but initialize got no model: pass model=, or call "
+    "autosp.shard_lm_head(model, state.mesh['tp']); until then every rank has the whole head"
+)
 DEVICE_TYPES = ("cpu", "cuda")
 
 
@@ -133,10 +137,11 @@ def initialize(
         keep_graphs_whole_under_ddp()
     if model is not None:
         if state.has_vocabulary_axis:
-            _check_head(state, model)
-        _check_model(state, model)
-    if state.has_vocabulary_axis:
-        _shard_head(state, model)
+            shard_head(state, model)
+        else:
+            _check_model(state, model)
+    elif state.has_vocabulary_axis:
+        warnings.warn(NO_MODEL, stacklevel=2)
     _known.add(state)
     _current = state
     return state
@@ -145,6 +150,27 @@ def initialize(
 def current() -> AutoSPState | None:
     """The state that a compilation uses; None before the first `initialize`."""
     return _current
+
+
+def shard_head(state: AutoSPState, model: torch.nn.Module) -> None:
+    """Compare `model` over the group and shard its LM head over "tp" as the settings say, in place. Collective.
+
+    Raises:
+        RankMismatchError: `model` differs within the group.
+        InputError: its LM head cannot be sharded over the vocabulary; `model` is untouched then.
+    """
+    from autosp.layers import shard_lm_head
+
+    assert state.mesh is not None
+    _check_head(state, model)
+    _check_model(state, model)
+    shard_lm_head(
+        model,
+        state.mesh["tp"],
+        embedding=state.config.vocab_parallel_embedding,
+        ce_backend=state.config.vocab_parallel_ce_backend,
+        verify_inputs=state.config.verify == "inputs",
+    )
 
 
 def reset() -> None:
@@ -292,26 +318,6 @@ def _check_head(state: AutoSPState, model: torch.nn.Module) -> None:
         with contextlib.suppress(RankMismatchError):
             agree(state, "refused", b"")
         raise
-
-
-def _shard_head(state: AutoSPState, model: torch.nn.Module | None) -> None:
-    if model is None:
-        warnings.warn(
-            "tensor_parallel.vocab_parallel_lm_head is set, but initialize got no model: pass model=, or call "
-            "autosp.shard_lm_head(model, state.mesh['tp']); until then every rank has the whole head",
-            stacklevel=3,
-        )
-        return
-    from autosp.layers import shard_lm_head
-
-    assert state.mesh is not None
-    shard_lm_head(
-        model,
-        state.mesh["tp"],
-        embedding=state.config.vocab_parallel_embedding,
-        ce_backend=state.config.vocab_parallel_ce_backend,
-        verify_inputs=state.config.verify == "inputs",
-    )
 
 
 def _check_model(state: AutoSPState, model: torch.nn.Module) -> None:

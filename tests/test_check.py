@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from pool import RankInfo, RankPool
 
 import autosp
-from autosp.checking import loss_in
+from autosp.checking import Checker, loss_in
 from autosp.comparison import Comparison, relative_error, tolerance
 from autosp.errors import InputError
 
@@ -69,6 +70,58 @@ def test_good_wrong_and_refused(ranks: RankPool) -> None:
         assert found["nan"].verdict == "refused" and "loss of the plain model is nan" in found["nan"].refused
         assert "fails on rank 1 with the whole sequence" in found["failed"]
     assert both[0]["wrong"].as_dict() == both[1]["wrong"].as_dict()
+
+
+HEAD = {"tensor_parallel": {"autotp_size": 3, "vocab_parallel_lm_head": True}, "autosp": {"inner_backend": "eager"}}
+
+
+def checked_over_a_head(rank_info: RankInfo) -> dict[str, Any]:
+    """Body of a rank of three that share a vocabulary of 32: 11, 11 and 10 rows."""
+    with pytest.warns(UserWarning, match="initialize got no model"):
+        state = autosp.initialize(HEAD)
+    model, batch = tool_models.good()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(5)
+    inputs = batch(6)
+    checker = Checker(model)
+    results: dict[str, Any] = {"good": checker.run(inputs, steps=2), "longer": checker.run(batch(7))}
+    after = model.state_dict()
+    results["kept"] = set(before) == set(after) and all(torch.equal(before[name], after[name]) for name in before)
+    head = checker.parallel.inner.head.weight
+    results["rows"] = tuple(head.shape)
+    # the gradient of one row of one rank is twice what it should be
+    if rank_info.rank == 2:
+        head.register_hook(lambda grad: torch.cat([grad[:-1], 2 * grad[-1:]]))
+    results["wrong"] = checker.run(inputs)
+    results["errors"] = []
+    uncopied, _ = tool_models.good()
+    if rank_info.rank == 1:
+        uncopied.lock = threading.Lock()
+    tied = tool_models.WithLoss(tool_models.Small())
+    tied.inner.head.weight = tied.inner.embed.weight
+    sharded, _ = tool_models.good()
+    autosp.shard_lm_head(sharded, state.mesh["tp"])
+    for refused in (uncopied, tied, sharded):
+        with pytest.raises(autosp.AutoSPError) as caught:
+            autosp.check(refused, inputs)
+        results["errors"].append(f"{type(caught.value).__name__}: {caught.value}")
+    return results
+
+
+def test_a_head_that_ranks_share(ranks: RankPool) -> None:
+    all_ranks = ranks.run(checked_over_a_head, world_size=3, timeout=240)
+    for rank, found in enumerate(all_ranks):
+        for name in ("good", "longer"):
+            assert found[name].verdict == "ok", str(found[name])
+            assert 0 < found[name].gradient_error < 1e-5 and 0 < found[name].output_error < 1e-5
+        assert found["good"].compilations == 1 and found["kept"] and found["rows"] == (10 if rank == 2 else 11, 8)
+        # the same on every rank, though one alone has that row
+        assert found["wrong"].verdict == "MISMATCH" and found["wrong"].worst_gradient == "inner.head.weight"
+        assert found["wrong"].gradient_error > 1e-2 and found["wrong"].loss_error < 1e-5
+        uncopied, tied, sharded = found["errors"]
+        assert "cannot be copied (TypeError" in uncopied if rank == 1 else uncopied.startswith("RankMismatchError")
+        assert "is tied to 'inner.embed.weight'" in tied and "vocab_parallel_embedding" in tied
+        assert "inner.head of the model hold rows of the vocabulary already" in sharded
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,12 @@ def test_own_mesh_comes_after_sp_2(tmp_path: Path) -> None:
     assert check_command._configs(None, 3) == [{"sequence_parallel_size": 3}]
 
 
-def test_a_mesh_whose_head_the_check_would_leave_whole_is_refused(tmp_path: Path) -> None:
+def test_a_mesh_that_does_not_cover_the_processes_is_refused(tmp_path: Path) -> None:
     own = tmp_path / "ds.json"
     own.write_text('{"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": true}}')
-    with pytest.raises(ConfigError, match="compares models whose LM head is whole; leave out"):
-        check_command._configs(str(own), 2)
+    assert len(check_command._configs(str(own), 2)) == 2
+    with pytest.raises(ConfigError, match="do not cover a world of 3"):
+        check_command._configs(str(own), 3)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +265,28 @@ def test_check_finds_a_wrong_rule_and_tells_of_a_refusal(tmp_path: Path) -> None
         assert done.returncode == code, done.stderr
         (row,) = json.loads(done.stdout)["rows"]
         assert row["verdict"] == {"good": "ok", "wrong": "MISMATCH", "refused": "refused"}[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "code"), [({}, 2), ({"vocab_parallel_embedding": True}, 0)])
+def test_check_over_a_head_that_ranks_share(tmp_path: Path, more: dict[str, bool], code: int) -> None:
+    """sp 2, then sp 2 x tp 2, of the built-in model, whose embedding is tied to its head."""
+    head = {"autotp_size": 2, "vocab_parallel_lm_head": True, **more}
+    (tmp_path / "ds.json").write_text(json.dumps({"sequence_parallel_size": 2, "tensor_parallel": head}))
+    arguments = ["--lengths", "9", "--masks", "none", "--labels", "all", "--inner-backend", "eager", "--layers", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "autosp.cli.main", "check", "--config", "ds.json", "--nproc", "4", *arguments, "--json"],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    if code:
+        assert "is tied to" in done.stderr and "vocab_parallel_embedding" in done.stderr
+        return
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["mesh"] for row in rows] == ["dp 2 x sp 2", "dp 1 x sp 2 x tp 2"]
+    assert all(row["verdict"] == "ok" and 0 < row["gradient_error"] < 1e-5 for row in rows)
+    assert "got no model" not in done.stderr
 
 
 # --- of all commands
