@@ -137,7 +137,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy("path/to/model/config.json", "path/to/config.json")
     for name, text in {
         "my_package/__init__.py": "",
-        "my_package/models.py": "import zoo\n\n\ndef small():\n    return zoo.llama(num_hidden_layers=1)\n",
+        "my_package/models.py": "from tool_models import good as small\n",
         "notes/one.md": "# Notes\n",
         "notes/more/two.md": (doc_pages.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"),
     }.items():

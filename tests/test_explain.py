@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -237,6 +241,38 @@ def test_passes_and_report_reach_the_structured_trace(monkeypatch: pytest.Monkey
     localized = next(text for name, text in seen.items() if name.endswith("_localize"))
     assert "autosp.aggregate_loss" in localized
     assert json.loads(seen["autosp_report"])["ranks"] == 2
+
+
+@pytest.mark.slow
+def test_tlparse_shows_the_artifacts(tmp_path: Path) -> None:
+    """The real tlparse over a real trace, as the page says to use them."""
+    program = shutil.which("tlparse") or shutil.which("tlparse", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("tlparse is not installed")
+    traces, shown = tmp_path / "folder", tmp_path / "shown"
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "TORCH_TRACE": str(traces), "PYTHONPATH": f"{root}:{root / 'tests'}"}
+    arguments = ["explain", "tool_models:good", "--seq-len", "16", "--dtype", "fp32", "--json"]
+    command_line = [sys.executable, "-m", "autosp.cli.main", *arguments]
+    done = subprocess.run(command_line, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    read = [program, "--all-ranks-html", str(traces), "-o", str(shown), "--no-browser"]
+    told = subprocess.run(read, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stderr
+    (index,) = shown.rglob("rank_0/index.html")
+    links = set(re.findall(r'href="([^"]*autosp_[^"]*)"', index.read_text(encoding="utf-8")))
+    from autosp.passes.pipeline import PIPELINE
+
+    stages = [f"{number:02d}_{name}" for number, name in enumerate(["captured", *(one.name for one in PIPELINE)])]
+    for stage in [*stages, "report"]:
+        assert any(f"autosp_{stage}" in link for link in links), (stage, links)
+    assert all((index.parent / link).stat().st_size > 0 for link in links)
+    (report,) = [link for link in links if "autosp_report" in link]
+    # the graphs before and after each pass are artifacts of their own there
+    expected = {**json.loads(done.stdout)["graphs"][0], "passes": []}
+    assert json.loads((index.parent / report).read_text()) == expected
+    (local,) = [link for link in links if "_localize_" in link and "vocabulary" not in link]
+    assert "autosp.aggregate_loss" in (index.parent / local).read_text()
 
 
 def test_nobody_listens_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
