@@ -200,20 +200,23 @@ def table(rows: list[Any]) -> str:
 
 
 def draw(rows: list[Any], path: Path) -> None:
-    """Tokens a second of one GPU against the length, one line a method."""
+    """Tokens a second and peak memory of one GPU against the length, one line a method and number of GPUs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    values = [("tokens a second and GPU", lambda row: row.tokens_per_second_per_gpu)]
+    if any(row.peak_bytes for row in rows):
+        values.append(("peak memory of a GPU, GiB", lambda row: row.peak_bytes and row.peak_bytes / 2**30))
+    figure = Figure(figsize=(6.5 * len(values), 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for method in dict.fromkeys(row.method for row in rows):
-        points = [(row.length, row.tokens_per_second_per_gpu) for row in rows if row.method == method and row.seconds]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=method)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens of the sequence", ylabel="tokens a second and GPU")
-    axes.grid(alpha=0.3)
+    for axes, (label, value) in zip(figure.subplots(1, len(values), squeeze=False)[0], values, strict=True):
+        for method, ranks in dict.fromkeys((row.method, row.ranks) for row in rows):
+            points = [(r.length, value(r)) for r in rows if (r.method, r.ranks) == (method, ranks) and value(r)]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", label=f"{method}, {ranks} GPU{'s' * (ranks > 1)}")
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="tokens of the sequence", ylabel=label)
+        axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=130)
     print(f"written: {path}", file=sys.stderr)
