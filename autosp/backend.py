@@ -25,6 +25,7 @@ from .agreement import agree, largest
 from .capture import capture_graph, fake_inputs
 from .config import AutoSPConfig
 from .custom_ops import (  # noqa: F401
+    autograd_function,
     block_attention,
     collectives,
     convolution,
@@ -41,6 +42,7 @@ from .inner import compile_local
 from .layout.axis import SEQUENCE, VOCABULARY, Axis
 from .layout.registry import find_rule
 from .layout.rules.attention import register_block_rule
+from .layout.rules.autograd_function import register_function_rule
 from .layout.rules.convolution import register_convolution_rule
 from .layout.rules.loss import register_fused_rules
 from .layout.rules.vocabulary import register_head_rules
@@ -57,6 +59,7 @@ register_fused_rules()
 register_head_rules()
 register_vocabulary_rules()
 register_block_rule()
+register_function_rule()
 register_convolution_rule()
 
 _times: dict[str, float] = {}

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .errors import UnsupportedGraphError
 from .flex_capture import emit_flex_attention
+from .function_capture import emit_autograd_function
 from .location import user_location
 
 _checkpoint_ids = itertools.count(1)
@@ -65,6 +66,8 @@ class _CaptureInterpreter(fx.Interpreter):
             return self._inline_checkpoint(args[0], args[1:], kwargs)
         if target is torch.ops.higher_order.flex_attention:
             return emit_flex_attention(args, user_location(self._current()))
+        if target is torch.ops.higher_order.autograd_function_apply:
+            return emit_autograd_function(args, kwargs, user_location(self._current()))
         if isinstance(target, torch._ops.HigherOrderOperator):
             self._refuse_higher_order(target)
         return super().call_function(target, args, kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +14,14 @@ from ..placement import REPLICATE, Shard
 from ..registry import register_rule
 from .choose import attention_strategy
 from .forms import Form
+from .kernels import LAYOUTS, Kernel, remember_kernel
 
 # Where batch, heads, tokens and head size stand in each layout; None: no such dimension.
 _LAYOUTS: dict[str, tuple[int, ...]] = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "shd": (1, 0, 2)}
 
 
 @dataclass(frozen=True)
-class _Order:
+class Order:
     """How an operator's tensors become ``[batch, heads, tokens, size]`` and back."""
 
     layout: str
@@ -44,7 +45,7 @@ class _Order:
 class OpaqueForm(Form):
     """An operator that only it knows how to run, on whole sequences."""
 
-    order: _Order = _Order("bhsd")
+    order: Order = Order("bhsd")
 
     @property
     def wants_lse(self) -> bool:
@@ -80,8 +81,8 @@ def register_attention(*targets: Any, query: str = "q", key: str = "k", value: s
     Raises:
         InputError: an unknown layout, or an operator without these arguments.
     """
-    if layout not in _LAYOUTS:
-        raise InputError(f"layout is {layout!r}; allowed: {', '.join(map(repr, _LAYOUTS))}")
+    if layout not in LAYOUTS:
+        raise InputError(f"layout is {layout!r}; allowed: {', '.join(map(repr, sorted(LAYOUTS)))}")
     names = (query, key, value)
     for target in targets:
         overloads = [getattr(target, n) for n in target.overloads()] if hasattr(target, "overloads") else [target]
@@ -90,36 +91,47 @@ def register_attention(*targets: Any, query: str = "q", key: str = "k", value: s
             missing = [name for name in names if name not in arguments]
             if missing:
                 raise InputError(f"{overload} has no argument {', '.join(missing)}; it takes {', '.join(arguments)}")
-    register_rule(*targets, seeds=True)(_rule(names, _Order(layout)))
+            remember_kernel(overload, Kernel(names, layout))
+    register_rule(*targets, seeds=True)(_rule(names, Order(layout)))
 
 
-def _rule(names: tuple[str, str, str], order: _Order) -> Callable[[OpCall], Strategy]:
+def _rule(names: tuple[str, str, str], order: Order) -> Callable[[OpCall], Strategy]:
     def rule(call: OpCall) -> Strategy:
-        several = isinstance(call.out, (list, tuple))
         values = [call[name] for name in names]
         if all(value.shard is None for value in values):
+            several = isinstance(call.out, (list, tuple))
             return Strategy(output=[REPLICATE] * len(call.out) if several else REPLICATE)
-        cuts = [value.shard for value in values]
-        if any(cut is None or cut.dim != order.tokens or not cut.is_unfactored for cut in cuts):
-            raise Refusal("attention whose queries, keys and values are not cut over tokens alike")
-        if several and any(user.args[1] != 0 for user in call.node.users):
-            raise Refusal("a second result of a registered attention operator is used")
-        q, k, v = (_standard(value, order) for value in values)
-        heads, key_heads = q.shape[1], k.shape[1]
-        if not isinstance(heads, int) or not isinstance(key_heads, int) or heads % key_heads:
-            raise Refusal(f"{heads} query heads over {key_heads} key/value heads")
+        q, k, v = standard_operands(call, values, order)
         return _in_order(attention_strategy(OpaqueForm(call, q, k, v, names=names, order=order)), names, order, call)
 
     return rule
 
 
-def _standard(value: Value, order: _Order) -> Value:
+def standard_operands(call: OpCall, values: Sequence[Value], order: Order) -> list[Value]:
+    """Queries, keys and values as ``[batch, heads, tokens, size]``, cut over tokens.
+
+    Raises:
+        Refusal: they are not, or the operator has a second result that is used.
+    """
+    cuts = [value.shard for value in values]
+    if any(cut is None or cut.dim != order.tokens or not cut.is_unfactored for cut in cuts):
+        raise Refusal("attention whose queries, keys and values are not cut over tokens alike")
+    if isinstance(call.out, (list, tuple)) and any(user.args[1] != 0 for user in call.node.users):
+        raise Refusal("a second result of a registered attention operator is used")
+    q, k, v = (_standard(value, order) for value in values)
+    heads, key_heads = q.shape[1], k.shape[1]
+    if not isinstance(heads, int) or not isinstance(key_heads, int) or heads % key_heads:
+        raise Refusal(f"{heads} query heads over {key_heads} key/value heads")
+    return [q, k, v]
+
+
+def _standard(value: Value, order: Order) -> Value:
     shard = value.shard
     assert shard is not None
     return replace(value, val=order.standard(value.val), placement=shard.at(2))
 
 
-def _in_order(strategy: Strategy, names: tuple[str, str, str], order: _Order, call: OpCall) -> Strategy:
+def _in_order(strategy: Strategy, names: tuple[str, str, str], order: Order, call: OpCall) -> Strategy:
     """The strategy with its cuts where the operator's own layout has the tokens."""
     inputs = {name: cut.at(order.tokens) for name, cut in strategy.inputs.items() if name in names}
     output: Any = strategy.output
