@@ -71,8 +71,9 @@ class FitMemory(CustomPartitionerFn):
         if self.needed > self.room:
             log.warning(
                 "a step needs %.2f GiB with the best activation budget, and %.2f GiB are there: it may run out of "
-                "memory. More ranks for a sequence, a fused LM head (fuse_linear_cross_entropy), the model's own activation "
-                "checkpointing (with checkpointing_keeps) or activation_offloading need less", self.needed / 2**30, self.room / 2**30,
+                "memory. More ranks for a sequence, a fused LM head (fuse_linear_cross_entropy), the model's own "
+                "activation checkpointing (with checkpointing_keeps) or activation_offloading need less",
+                self.needed / 2**30, self.room / 2**30,
             )  # fmt: skip
         return best
 
