@@ -16,7 +16,7 @@ from autosp.bench.step import METHODS, OURS, StepRow
 from autosp.cli import bench_step, launch
 from autosp.cli import check as check_command
 from autosp.cli.check import CheckSettings
-from autosp.cli.check_rank import _batch, _cases
+from autosp.cli.check_rank import _batch, _cases, _takes_mask
 from autosp.cli.main import main
 from autosp.errors import ConfigError
 
@@ -56,6 +56,13 @@ def test_cases_are_all_labels_without_a_mask_and_all_masks_once() -> None:
         (8, "all", "ones"),
         (8, "all", "left-padding"),
     ]
+
+
+def test_a_model_without_a_mask_is_known_by_its_forward() -> None:
+    import tool_models
+    import zoo
+
+    assert not _takes_mask(tool_models.Small()) and _takes_mask(zoo.llama(num_hidden_layers=1))
 
 
 def test_patterns_of_labels_and_masks() -> None:

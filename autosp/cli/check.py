@@ -40,6 +40,8 @@ class CheckSettings:
     inner_backend: str = "aot_eager"
     rtol: float | None = None
     debug: bool = False
+    masks_asked: bool = False
+    """`masks` were given; otherwise a model whose forward names no attention_mask is checked without."""
 
 
 def check(
@@ -97,6 +99,7 @@ def check(
         inner_backend=inner_backend or ("inductor" if device == "cuda" else "aot_eager"),
         rtol=rtol,
         debug=debug,
+        masks_asked=masks is not None,
     )
     _check_device(device, nproc)
     raise typer.Exit(_run(settings, nproc, json_output))

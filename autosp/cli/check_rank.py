@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -52,7 +53,6 @@ def run(settings: CheckSettings, speaks: Silent) -> list[dict[str, Any]]:
     from autosp.cli.model_spec import load_example
 
     rows: list[dict[str, Any]] = []
-    cases = list(_cases(settings))
     for config in settings.configs:
         torch._dynamo.reset()
         with warnings.catch_warnings():
@@ -65,6 +65,10 @@ def run(settings: CheckSettings, speaks: Silent) -> list[dict[str, Any]]:
         with speaks.stage(f"Making the model for {mesh}"):
             example = load_example(settings.model, layers=settings.layers, rows=settings.rows)
             model = example.model.to(torch.device(settings.device, int(os.environ.get("LOCAL_RANK", 0))))
+            if not settings.masks_asked and settings.masks != ["none"] and not _takes_mask(model):
+                settings.masks = ["none"]
+                speaks.line("its forward names no attention_mask: cases with masks are left out, but for --masks")
+            cases = list(_cases(settings))
             checker = Checker(model, rtol=settings.rtol, options=_options(settings, config))
         for number, (length, labels, mask) in enumerate(cases, 1):
             # each data-parallel group has a batch of its own, every rank of a sequence group the same
@@ -82,6 +86,10 @@ def run(settings: CheckSettings, speaks: Silent) -> list[dict[str, Any]]:
 def _options(settings: CheckSettings, config: dict[str, Any]) -> dict[str, Any]:
     chosen = {"inner_backend": settings.inner_backend}
     return {**chosen, **{k: v for k, v in config.get("autosp", {}).items() if k == "inner_backend"}}
+
+
+def _takes_mask(model: Any) -> bool:
+    return "attention_mask" in inspect.signature(model.forward).parameters
 
 
 def _cases(settings: CheckSettings) -> Iterator[tuple[int, str, str]]:
