@@ -169,6 +169,7 @@ def measure(told: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     import autosp
+    from autosp.backend import autosp_backend
     from autosp.cli.model_spec import load_example
 
     on_gpu = told["device"] == "cuda"
@@ -187,7 +188,7 @@ def measure(told: dict[str, Any]) -> dict[str, Any]:
     if told["tp"] > 1:
         config["tensor_parallel"] = {"autotp_size": told["tp"], "vocab_parallel_lm_head": True}
     autosp.initialize(config, model=model, device_type=told["device"])
-    compiled = torch.compile(model, backend="autosp")
+    compiled = torch.compile(model, backend=autosp_backend)
     torch.manual_seed(1)
     batch = {name: value.to(device) for name, value in example.batch(told["tokens"]).items()}
     for number in range(3):
