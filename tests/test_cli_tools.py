@@ -275,8 +275,15 @@ def test_check_finds_a_wrong_rule_and_tells_of_a_refusal(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("more", "code"), [({}, 2), ({"vocab_parallel_embedding": True}, 0)])
-def test_check_over_a_head_that_ranks_share(tmp_path: Path, more: dict[str, bool], code: int) -> None:
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ({}, 2),
+        ({"vocab_parallel_embedding": True}, 0),
+        ({"vocab_parallel_embedding": True, "vocab_parallel_ce_backend": "fused_linear"}, 0),
+    ],
+)
+def test_check_over_a_head_that_ranks_share(tmp_path: Path, more: dict[str, Any], code: int) -> None:
     """sp 2, then sp 2 x tp 2, of the built-in model, whose embedding is tied to its head."""
     head = {"autotp_size": 2, "vocab_parallel_lm_head": True, **more}
     (tmp_path / "ds.json").write_text(json.dumps({"sequence_parallel_size": 2, "tensor_parallel": head}))
