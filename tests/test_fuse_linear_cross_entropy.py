@@ -19,6 +19,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from autosp.custom_ops import fused_loss  # noqa: F401  (registers the operators that the pass names)
 from autosp.custom_ops.linear_loss import plan
 from autosp.passes.fuse_linear_cross_entropy import fuse_linear_cross_entropy_pass
 
@@ -57,10 +58,10 @@ def flat(logits: torch.Tensor, target: torch.Tensor, **settings: Any) -> torch.T
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), **settings)
 
 
-def capped(logits: torch.Tensor) -> torch.Tensor:
+def capped(logits: torch.Tensor, cap: float = 3.0) -> torch.Tensor:
     """As Gemma-2 writes it."""
-    logits = logits / 3.0
-    return torch.tanh(logits) * 3.0
+    logits = logits / cap
+    return torch.tanh(logits) * cap
 
 
 FORMS: dict[str, Form] = {
@@ -76,6 +77,7 @@ FORMS: dict[str, Form] = {
     "other ignored id": lambda h, w, b, t: flat(F.linear(h, w), t.clamp(min=0), ignore_index=0),
     "soft cap": lambda h, w, b, t: flat(capped(F.linear(h, w)).float(), t),
     "soft cap, sliced": lambda h, w, b, t: flat(capped(F.linear(h, w, b))[:, :-1].float(), t[:, 1:]),
+    "all classes of a slice": lambda h, w, b, t: flat(F.linear(h, w[:4])[..., -4:], t.clamp(max=3)),
     "upstream gradient": lambda h, w, b, t: flat(F.linear(h, w), t) * 3 + h.sum(),
 }
 
@@ -145,6 +147,8 @@ UNRELATED: dict[str, Form] = {
     "temperature": lambda h, w, b, t: flat(F.linear(h, w) / 2, t),
     "two caps": lambda h, w, b, t: flat(capped(capped(F.linear(h, w))), t),
     "another cap": lambda h, w, b, t: flat(torch.tanh(F.linear(h, w) / 3.0) * 2.0, t),
+    "negative cap": lambda h, w, b, t: flat(capped(F.linear(h, w), -3.0), t),
+    "cast to float64": lambda h, w, b, t: flat(F.linear(h, w).double(), t),
     "classes split and joined": lambda h, w, b, t: flat(F.linear(h, w).view(-1).view(-1, VOCAB), t),
     "no linear": lambda h, w, b, t: flat(h @ w.t(), t),
     "one token": lambda h, w, b, t: F.cross_entropy(F.linear(h[0, 0], w), t[0, 0]),

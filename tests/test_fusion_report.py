@@ -36,6 +36,8 @@ REASONS = {
     "temperature": "aten.div.Tensor is no linear layer",
     "two caps": "its logits are capped more than once",
     "another cap": "aten.mul.Tensor is no linear layer",
+    "negative cap": "aten.mul.Tensor is no linear layer",
+    "cast to float64": "its logits are cast to float64",
     "classes split and joined": "changes the classes",
     "no linear": "aten.matmul.default is no linear layer",
     "one token": "its logits are not [tokens, classes]",

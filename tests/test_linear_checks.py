@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autosp.custom_ops.linear_loss import (
+    linear_cross_entropy_sum,
+    vocab_parallel_linear_logprobs,
+    vocab_parallel_linear_token_stats,
+)
 from autosp.custom_ops.linear_loss import vocab_parallel_linear_cross_entropy as fused
-from autosp.custom_ops.linear_loss import vocab_parallel_linear_logprobs
 from autosp.errors import InputError
 
 H = torch.zeros(4, 8)
@@ -24,6 +28,10 @@ T = torch.zeros(4, dtype=torch.int64)
         ({"weight": W.bfloat16()}, "cast them to one dtype, or run under"),
         ({"bias": torch.zeros(9)}, r"bias has shape \(9,\); needed is \[10\]"),
         ({"target": T.float()}, "target is torch.float32"),
+        ({"target": None}, "target is NoneType"),
+        ({"ignore_index": None}, "ignore_index is None; allowed is an integer"),
+        ({"ignore_index": 2.5}, "ignore_index is 2.5"),
+        ({"vocab_start_index": 0.0, "vocab_end_index": 5.0}, "vocab_start_index is 0.0; allowed is an integer"),
         ({"target": T[:3]}, r"target has shape \(3,\); needed is \(4,\)"),
         ({"target": T[:, None]}, "target has shape"),
         ({"tp_group": 3}, "tp_group is a int"),
@@ -44,6 +52,7 @@ T = torch.zeros(4, dtype=torch.int64)
         ({"temperature": torch.ones(4, requires_grad=True)}, "temperature requires a gradient"),
         ({"main_grad": True}, "no attribute main_grad"),
         ({"main_grad": W.bfloat16()}, "main_grad is torch.bfloat16"),
+        ({"main_grad": 3.0}, r"main_grad is 3.0; allowed are a tensor, True \(weight.main_grad\)"),
         ({"main_grad": torch.zeros(9, 8)}, "main_grad is torch.float32"),
         ({"main_grad_upstream": 1.0}, "without main_grad"),
         ({"main_grad": torch.zeros(10, 8), "main_grad_upstream": 1.0, "reduction": "none"}, "needs reduction"),
@@ -84,6 +93,14 @@ def test_top_k_index_is_for_logprobs_only():
     assert vocab_parallel_linear_logprobs(H, W, T[:, None].expand(4, 2)).shape == (4, 2)
     with pytest.raises(InputError, match="trailing top-k"):
         vocab_parallel_linear_logprobs(H, W, T[:3])
+
+
+def test_an_ignored_id_that_is_no_integer_is_refused_in_the_whole_family():
+    for function in (vocab_parallel_linear_logprobs, vocab_parallel_linear_token_stats, linear_cross_entropy_sum):
+        with pytest.raises(InputError, match="ignore_index is None"):
+            function(H, W, T, ignore_index=None)
+        with pytest.raises(InputError, match="target is NoneType"):
+            function(H, W, None)
 
 
 def test_integer_targets_of_other_widths():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,8 +55,17 @@ def compare(value, expected, local, dense, part, tolerance):
             check(name, o, t[part], tolerance * 4)
 
 
+def forced(way):
+    """The way that a mean or sum is computed, whatever the sizes. A rank's process outlives its test."""
+    return mock.patch.object(plan, "choose_way", lambda *_: way)
+
+
 def cross_entropy_body(info, sizes, way):
-    plan.choose_way = lambda *_: way
+    with forced(way):
+        return compare_cross_entropy(info, sizes)
+
+
+def compare_cross_entropy(info, sizes):
     tp = dist.group.WORLD
     part = span(sizes, info.rank)
     h, w, b, target = inputs()
@@ -87,6 +98,47 @@ def test_cross_entropy_over_two_ranks(ranks, way):
 def test_cross_entropy_over_four_ranks(ranks, way):
     for sizes in SHARDS[4]:
         assert all(ranks.run(cross_entropy_body, sizes, way, world_size=4, timeout=120))
+
+
+def unforced_body(info, sizes, chunk_bytes):
+    """Ways and chunks as each rank chooses them, at sizes where those of its own shard would have it choose apart."""
+    part = span(sizes, info.rank)
+    h, w, _, target = inputs(n=150, hidden=16)
+    with mock.patch.multiple(plan, GIB=0, CHUNK_BYTES=chunk_bytes):
+        for reduction in ("mean", "sum"):
+            local, dense = leaves(h, w[part]), leaves(h, w)
+            value = vocab_parallel_linear_cross_entropy(
+                *local, target, tp_group=dist.group.WORLD, reduction=reduction, memory="fast"
+            )
+            compare(value, dense_loss(*dense, target, None, reduction), local, dense, part, 1e-11)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 20, 1 << 12], ids=["one chunk", "several chunks"])
+def test_ranks_of_very_different_shards_choose_alike(ranks, chunk_bytes):
+    ranks.run(unforced_body, (23, 0), chunk_bytes, world_size=2, timeout=60)
+    ranks.run(unforced_body, (3, 20), chunk_bytes, world_size=2, timeout=60)
+
+
+def apart_body(info, what):
+    h, w, _, target = inputs(n=150)
+    h, w = h.requires_grad_(what != "hidden" or info.rank == 0), w[span((12, 11), info.rank)].requires_grad_()
+    settings = {"tp_group": dist.group.WORLD, "memory": ("fast", "lean")[info.rank] if what == "memory" else "fast"}
+    try:
+        if what == "pair":
+            settings |= {"reduction": "sum", "memory": ("fast", "lean")[info.rank]}
+            vocab_parallel_linear_kl_div(h, w, h.detach(), w.detach(), **settings)
+        else:
+            settings["reduction"] = ("mean", "none")[info.rank] if what == "reduction" else "mean"
+            vocab_parallel_linear_cross_entropy(h, w, target, **settings)
+    except RankMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("what", ["memory", "reduction", "hidden", "pair"])
+def test_ranks_that_would_issue_other_collectives_all_raise(ranks, what):
+    for text in ranks.run(apart_body, what, world_size=2, timeout=60):
+        assert "disagree on when the gradient is formed" in text and 'pass memory="fast" or "lean"' in text
 
 
 def family_body(info, sizes):
@@ -149,14 +201,14 @@ def sequence_body(info, lengths, tp_size):
     vocab = span((10, 13), column) if tp_size > 1 else slice(0, 23)
     tokens = span(lengths, row)
     for way in ("form", "lean"):
-        plan.choose_way = lambda *_, way=way: way
         for reduction in ("mean", "sum"):
             for name in (False, True):
                 local, dense = leaves(h[tokens], w[vocab], b[vocab]), leaves(h, w, b)
                 group = sp.group_name if name else sp
-                value = vocab_parallel_linear_cross_entropy(
-                    local[0], local[1], target[tokens], local[2], tp_group=tp, sp_group=group, reduction=reduction
-                )
+                with forced(way):
+                    value = vocab_parallel_linear_cross_entropy(
+                        local[0], local[1], target[tokens], local[2], tp_group=tp, sp_group=group, reduction=reduction
+                    )
                 expected = dense_loss(dense[0], dense[1], target, dense[2], reduction)
                 check("value", value, expected, 1e-11)
                 (3 * value).backward()
@@ -204,12 +256,12 @@ def test_main_grad_in_the_forward_over_a_group(ranks):
 
 def half_body(info, way):
     """Two classes on two ranks, weights of 8 and a loss scale of 65536: each rank's part alone leaves fp16."""
-    plan.choose_way = lambda *_: way
     h = torch.ones(4, 2, dtype=torch.float16)
     w = torch.tensor([[8.0, 8.0], [8.0, 8.0]], dtype=torch.float16)
     target = torch.tensor([0, 1, 0, 1])
     local, dense = leaves(h, w[info.rank : info.rank + 1]), leaves(h, w, dtype=torch.float64)
-    loss = vocab_parallel_linear_cross_entropy(*local, target, tp_group=dist.group.WORLD)
+    with forced(way):
+        loss = vocab_parallel_linear_cross_entropy(*local, target, tp_group=dist.group.WORLD)
     (loss * 65536).backward()
     (dense_loss(*dense, target) * 65536).backward()
     # Partial sums are +-65536, beyond fp16, and cancel.
@@ -282,7 +334,6 @@ def test_three_steps_of_sgd_stay_equal(ranks):
 
 def counting_body(info, way):
     """How often each collective is issued, by operation."""
-    plan.choose_way = lambda *_: way
     issued = []
     original = groups.start_all_reduce
     groups.start_all_reduce = lambda tensor, op, name: issued.append(op) or original(tensor, op, name)
@@ -290,9 +341,11 @@ def counting_body(info, way):
         h, w, b, target = inputs()
         part = span((23, 0), info.rank)
         local = leaves(h, w[part], b[part])
-        vocab_parallel_linear_cross_entropy(
-            local[0], local[1], target, local[2], tp_group=dist.group.WORLD, chunk_size=4, label_smoothing=0.1
-        ).backward()
+        with forced(way):
+            loss = vocab_parallel_linear_cross_entropy(
+                local[0], local[1], target, local[2], tp_group=dist.group.WORLD, chunk_size=4, label_smoothing=0.1
+            )
+        loss.backward()
     finally:
         groups.start_all_reduce = original
     return issued

@@ -43,7 +43,7 @@ def local_sums(
         bias=bias,
         ignore_index=ignore_index,
         label_smoothing=smoothing,
-        softcap=softcap if softcap > 0 else None,
+        softcap=None if softcap == 0 else softcap,
         memory=memory,
         tp_group=group or None,
         vocab_start_index=start,

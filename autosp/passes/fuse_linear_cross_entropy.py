@@ -132,9 +132,12 @@ def _match(loss: fx.Node) -> _Match:
         if node.target in _VIEWS or node.target is aten.slice.Tensor:
             if not keeps_last_dim(node):
                 raise _Unfit(f"{node.target} changes the classes")
-            rows.append(node)
+            if not _cuts_classes(node):
+                rows.append(node)
         elif not (node.target in _CASTS and node.meta["val"].dtype.is_floating_point):
             raise _Unfit(f"{node.target} is no linear layer and may not lie between one and the loss")
+        elif node.meta["val"].dtype == torch.float64 != node.args[0].meta["val"].dtype:
+            raise _Unfit("its logits are cast to float64, and the fused loss of other dtypes is computed in float32")
         node, user = node.args[0], node
         if not isinstance(node, fx.Node) or node.op != "call_function":
             raise _Unfit("its logits are an input of the graph")
@@ -142,6 +145,13 @@ def _match(loss: fx.Node) -> _Match:
     if is_barred(node, loss):
         raise _Unfit("a write, or the border of a no_grad or autocast region, lies between the head and the loss")
     return _Match(loss, node, rows[::-1], softcap, returned)
+
+
+def _cuts_classes(node: fx.Node) -> bool:
+    """Whether a slice is one of the last dimension. One that keeps all of it says nothing of the hidden states."""
+    return node.target is aten.slice.Tensor and argument(node, 1, "dim", 0) % node.meta["val"].dim() == (
+        node.meta["val"].dim() - 1
+    )
 
 
 def _check_users(node: fx.Node, user: fx.Node) -> bool:
@@ -158,8 +168,8 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _softcap(node: fx.Node) -> tuple[float, fx.Node] | None:
-    """``(c, x)`` when ``node`` is ``c * tanh(x / c)`` and nobody else sees the steps between."""
-    if node.target is not aten.mul.Tensor or not isinstance(node.args[1], (int, float)):
+    """``(c, x)`` when ``node`` is ``c * tanh(x / c)``, c > 0, and nobody else sees the steps between."""
+    if node.target is not aten.mul.Tensor or not isinstance(node.args[1], (int, float)) or not node.args[1] > 0:
         return None
     tanh = node.args[0]
     if tanh.target is not aten.tanh.default or len(tanh.users) != 1:

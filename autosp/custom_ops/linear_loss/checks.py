@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,12 @@ def number(name: str, value: object, low: float, high: float, inclusive: bool = 
     if not good or not (low <= value <= high) or (not inclusive and value == low):
         bracket = "[" if inclusive else "("
         raise InputError(f"{name} is {value!r}; allowed is a number in {bracket}{low}, {high}]")
+
+
+def whole(name: str, value: object) -> None:
+    """``value`` is an integer (numpy's too), and no bool."""
+    if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)):
+        raise InputError(f"{name} is {value!r}; allowed is an integer")
 
 
 def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, side: str = "") -> torch.dtype:
@@ -85,8 +93,10 @@ def bounds(start: int | None, end: int | None, rows: int) -> tuple[int, int]:
             f"vocab_start_index is {start} and vocab_end_index is {end}; give both bounds of this rank's "
             "shard, or neither"
         )
-    if start is None:
+    if start is None or end is None:
         return -1, -1
+    whole("vocab_start_index", start)
+    whole("vocab_end_index", end)
     if not 0 <= start <= end or end - start > rows:
         raise InputError(
             f"vocabulary bounds [{start}, {end}) do not fit a weight of {rows} rows; needed is 0 <= start <= end and "
@@ -145,6 +155,8 @@ def main_grad(value: Tensor | bool | None, weight: Tensor) -> Tensor | None:
         value = getattr(weight, "main_grad", None)
         if value is None:
             raise InputError("main_grad=True, but the weight has no attribute main_grad; set it, or pass the tensor")
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"main_grad is {value!r}; allowed are a tensor, True (weight.main_grad) and None")
     if (
         value.dtype != torch.float32
         or value.shape != weight.shape

@@ -104,12 +104,13 @@ def vocab_parallel_linear_cross_entropy(
 
     Raises:
         InputError: an argument has a wrong shape, dtype or value.
-        RankMismatchError: ranks of ``tp_group`` disagree on tokens, chunk size or bounds.
+        RankMismatchError: ranks of ``tp_group`` disagree on tokens, chunk size, bounds or the way (``memory``).
     """
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("memory", memory, checks.MEMORY)
     checks.number("label_smoothing", label_smoothing, 0.0, 1.0)
     checks.number("z_loss", z_loss, 0.0, float("inf"))
+    checks.whole("ignore_index", ignore_index)
     given = prepare(
         hidden, weight, bias, target, tp_group, vocab_start_index, vocab_end_index, chunk_size, softcap, temperature,
         strict, debug,
@@ -129,15 +130,16 @@ def vocab_parallel_linear_cross_entropy(
 
 
 def prepare(
-    hidden, weight, bias, target, tp_group, start, end, chunk_size, softcap, temperature, strict, debug, top_k=False
-) -> Head:
+    hidden, weight, bias, target, tp_group, start, end, chunk_size, softcap, temperature, strict, debug, top_k=False,
+    has_target=True,
+) -> Head:  # fmt: skip
     """Check the arguments that all single-head functions share, and flatten tokens to rows."""
     dtype = checks.head(hidden, weight, bias)
-    if target is not None:
+    if has_target:
         checks.target(target, hidden, top_k)
     low, high = checks.bounds(start, end, weight.shape[0])
     flat = hidden.reshape(-1, hidden.shape[-1])
-    if target is not None:
+    if has_target:
         target = target.reshape(flat.shape[0] if target.dim() == hidden.dim() - 1 else (flat.shape[0], -1)).long()
     return Head(
         flat, weight, bias, target, checks.temperature(temperature, hidden), checks.softcap(softcap),
@@ -163,7 +165,7 @@ def _per_token(given: Head, loss, ignore_index: int, keep: bool, buffer) -> tupl
 def sum_and_count(given: Head, loss, ignore_index, memory, needs, buffer=None) -> tuple[Tensor, Tensor]:
     """Sum of this rank's losses and its number of tokens that count (fp32 numbers)."""
     tokens = given.hidden.shape[0]
-    way = plan.choose_way(memory, tokens, given.weight, needs[1], given.itemsize, buffer is not None)
+    way = plan.choose_way(memory, tokens, given.weight, needs[1], given.itemsize, buffer is not None, bool(given.tp))
     if way != "form" or not any(needs):
         losses, valid = _per_token(given, loss, ignore_index, way == "keep" and any(needs), buffer)
         return losses.sum(), valid.sum(dtype=torch.float32)
@@ -256,6 +258,7 @@ def linear_cross_entropy_sum(
     checks.one_of("memory", memory, checks.MEMORY)
     checks.number("label_smoothing", label_smoothing, 0.0, 1.0)
     checks.number("z_loss", z_loss, 0.0, float("inf"))
+    checks.whole("ignore_index", ignore_index)
     given = prepare(
         hidden, weight, bias, target, tp_group, vocab_start_index, vocab_end_index, chunk_size, softcap, temperature,
         False, False,

@@ -84,15 +84,16 @@ class _Run:
         counting = Counting(valid, total, hidden.device)
         alone = groups.group_size(options.tp) == 1
         early = total if alone else counting.rows().count
+        way = (groups.FORMED if main_grad is None else groups.FORMED_IN_PLACE) + needs[0]
         self.shards = groups.agree_on_shards(
-            weight.shape[0], options.start, options.end, early, options.chunk_size, hidden.device, options.tp
+            weight.shape[0], options.start, options.end, early, options.chunk_size, hidden.device, options.tp, way
         )
         self.dtype = options.dtype
         self.head = Head.of(weight, bias, self.shards.local, options.dtype)
         two = self.head.logits_dtype != options.dtype
         width = torch.empty((), dtype=self.head.logits_dtype).element_size() + (2 if two else 0)
-        budget = plan.chunk_budget(weight, needs[1], main_grad is not None, alone)
         sizes = self.shards.largest, self.shards.total
+        budget = plan.chunk_budget(weight, self.shards.largest, needs[1], main_grad is not None, alone)
         self.step = plan.chunk_rows(options.chunk_size, early, *sizes, width, budget)
         self._raw = Scratch(self.step, self.shards.local, self.head.logits_dtype, hidden.device)
         self._grad = Scratch(self.step, self.shards.local, options.dtype, hidden.device) if two else self._raw

@@ -87,8 +87,13 @@ class Shards:
     largest: int
 
 
+STATISTICS, PAIR, FORMED, FORMED_IN_PLACE, PAIR_FORMED = 0, 8, 16, 24, 32
+"""How a loss is computed: each issues collectives of its own. The last three add the bits of the hidden gradients that
+they sum over the group."""
+
+
 def agree_on_shards(
-    rows: int, start: int, end: int, tokens: int, chunk_size: int, device: torch.device, tp: str
+    rows: int, start: int, end: int, tokens: int, chunk_size: int, device: torch.device, tp: str, way: int
 ) -> Shards:
     """Lay out the vocabulary over ``tp``, and check that the ranks agree on what decides the collectives.
 
@@ -97,13 +102,14 @@ def agree_on_shards(
         start, end: this rank's bounds, both ``-1`` when they are to be derived from the sizes of the shards.
         tokens: number of tokens that take part; must be the same on every rank.
         chunk_size: the caller's chunk size or 0; must be the same on every rank.
+        way: which collectives follow, as above; must be the same on every rank.
 
     Raises:
         RankMismatchError: on every rank of the group, when ranks disagree or their bounds overlap or leave a gap.
     """
     given = start >= 0
     local = end - start if given else rows
-    table = gather_ints([local, start, tokens, chunk_size, int(given)], device, tp)
+    table = gather_ints([local, start, tokens, chunk_size, int(given), way], device, tp)
     for column, what in ((2, "tokens that count"), (3, "chunk_size"), (4, "vocabulary bounds given")):
         values = [row[column] for row in table]
         if len(set(values)) > 1:
@@ -111,6 +117,13 @@ def agree_on_shards(
                 f"ranks of the tensor-parallel group disagree on {what}: {values}; every rank of the group must "
                 "be given the same hidden states, targets and settings"
             )
+    ways = [row[5] for row in table]
+    if len(set(ways)) > 1:
+        raise RankMismatchError(
+            f"ranks of the tensor-parallel group disagree on when the gradient is formed ({ways}); give every rank the "
+            'same reduction, memory and requires_grad. With memory="auto" ranks of very different shards, or with '
+            'little memory, decide apart: pass memory="fast" or "lean"'
+        )
     total = sum(row[0] for row in table)
     largest = max(row[0] for row in table)
     if not given:

@@ -43,12 +43,14 @@ class PairStatistics:
     layout: torch.Tensor
 
 
-def begin(student: Model, teacher: Model, valid, options: Options) -> tuple[Rows, groups.Shards, torch.Tensor]:
+def begin(
+    student: Model, teacher: Model, valid, options: Options, way: int
+) -> tuple[Rows, groups.Shards, torch.Tensor]:
     counting = Counting(valid, student.hidden.shape[0], student.hidden.device)
     part = counting.rows()
     rows_ = student.weight.shape[0]
     shards = groups.agree_on_shards(
-        rows_, options.start, options.end, part.count, options.chunk_size, student.hidden.device, options.tp
+        rows_, options.start, options.end, part.count, options.chunk_size, student.hidden.device, options.tp, way
     )
     if options.debug:
         groups.check_same_hidden(student.hidden, "student_hidden", options.tp)
@@ -110,7 +112,7 @@ class _Chunks:
 
 def forward(student: Model, teacher: Model, valid, temperature, kind, options: Options) -> PairStatistics:
     """Divergence statistics of every row; rows that do not count hold zeros."""
-    part, shards, order = begin(student, teacher, valid, options)
+    part, shards, order = begin(student, teacher, valid, options, groups.PAIR)
     wide = gemm.accumulator_dtype(options.dtype)
     table = torch.zeros(6, part.count, device=student.hidden.device, dtype=wide)
     chunks = _Chunks(student, teacher, part, shards, temperature, options)
@@ -200,7 +202,8 @@ def form(student: Model, teacher: Model, valid, temperature, kind, options: Opti
     """The sum of the divergences (a number), then fp32 gradients of upstream 1: three of the student, three of the
     teacher.
     """
-    part, shards, _ = begin(student, teacher, valid, options)
+    way = groups.PAIR_FORMED + student.needs[0] + 2 * teacher.needs[0]
+    part, shards, _ = begin(student, teacher, valid, options, way)
     wide = gemm.accumulator_dtype(options.dtype)
     device = student.hidden.device
     total = torch.zeros((), device=device, dtype=wide)

@@ -35,11 +35,17 @@ def aligned(columns: int) -> int:
     return -(-columns // ALIGN) * ALIGN
 
 
-def chunk_budget(weight: torch.Tensor, needs_weight: bool, in_place: bool, alone: bool) -> int:
-    """Bytes of logits of the fast way at once; ``alone``: the vocabulary is not shared."""
+def chunk_budget(weight: torch.Tensor, largest: int, needs_weight: bool, in_place: bool, alone: bool) -> int:
+    """Bytes of logits of the fast way at once, equal on all ranks.
+
+    Args:
+        weight: local head ``[V_local, H]``, of which only the width and the dtype are read.
+        largest: vocabulary rows of the largest shard.
+        alone: the vocabulary is not shared.
+    """
     if in_place:
         return CHUNK_BYTES_IN_PLACE if alone else CHUNK_BYTES_IN_PLACE_GROUP
-    hidden_by = weight.numel() * weight.element_size() if needs_weight else 0
+    hidden_by = largest * weight.shape[1] * weight.element_size() if needs_weight else 0
     return min(MAX_CHUNK_BYTES, CHUNK_BYTES + hidden_by)
 
 
@@ -82,7 +88,7 @@ def device_memory(device: torch.device) -> int:
 
 
 def choose_way(
-    memory: str, tokens: int, weight: torch.Tensor, needs_weight: bool, itemsize: int, main_grad: bool = False
+    memory: str, tokens: int, weight: torch.Tensor, needs_weight: bool, itemsize: int, main_grad: bool, shared: bool
 ) -> str:
     """``keep``, ``form`` or ``lean`` for a loss whose upstream gradient is one number.
 
@@ -93,14 +99,19 @@ def choose_way(
         needs_weight: whether its gradient is needed.
         itemsize: bytes of one kept logit.
         main_grad: the weight gradient goes to a buffer of the caller's, in the backward.
+        shared: a group shares the vocabulary. ``form`` has other collectives than the other two, so ranks whose shards
+            differ in size must not differ in it: what is small is then told by the width alone. Whether a device has
+            room is its own matter; ranks that differ in that are refused by ``groups.agree_on_shards``.
     """
     if memory == "lean":
         return "lean"
     fp32_gradient = 4 * weight.shape[0] * weight.shape[1] if needs_weight else 0
-    kept = itemsize * tokens * weight.shape[0]
     # Few tokens: their logits are smaller than the fp32 gradient that forming in the forward would accumulate, and that
     # a main_grad would only be given afterwards.
-    if kept <= (fp32_gradient if main_grad else fp32_gradient // 2) + GIB // 8:
+    if shared:
+        if needs_weight and itemsize * tokens <= (4 if main_grad else 2) * weight.shape[1]:
+            return "keep"
+    elif itemsize * tokens * weight.shape[0] <= (fp32_gradient if main_grad else fp32_gradient // 2) + GIB // 8:
         return "keep"
     if memory == "auto" and fp32_gradient + MAX_CHUNK_BYTES > device_memory(weight.device) // 8:
         return "lean"

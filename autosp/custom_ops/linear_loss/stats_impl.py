@@ -89,8 +89,9 @@ def forward(
     counting = Counting(valid, total_rows, hidden.device)
     part = counting.rows()
     shards = groups.agree_on_shards(
-        weight.shape[0], options.start, options.end, part.count, options.chunk_size, hidden.device, options.tp
-    )
+        weight.shape[0], options.start, options.end, part.count, options.chunk_size, hidden.device, options.tp,
+        groups.STATISTICS,
+    )  # fmt: skip
     if options.debug:
         groups.check_same_hidden(hidden, "hidden", options.tp)
     if options.strict:

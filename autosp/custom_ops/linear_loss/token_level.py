@@ -57,6 +57,7 @@ def vocab_parallel_linear_logprobs(
     """
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("memory", memory, checks.MEMORY)
+    checks.whole("ignore_index", ignore_index)
     given = prepare(
         hidden, weight, bias, index, tp_group, vocab_start_index, vocab_end_index, chunk_size, softcap, temperature,
         strict, debug, top_k=True,
@@ -130,7 +131,7 @@ def vocab_parallel_linear_entropy(
     checks.one_of("memory", memory, checks.MEMORY)
     given = prepare(
         hidden, weight, bias, None, tp_group, vocab_start_index, vocab_end_index, chunk_size, softcap, temperature,
-        False, debug,
+        False, debug, has_target=False,
     )  # fmt: skip
     valid = checks.mask(mask, hidden)
     sp = group_name(sp_group, "sp_group")
@@ -171,6 +172,7 @@ def vocab_parallel_linear_token_stats(
         InputError, RankMismatchError: as there.
     """
     checks.one_of("memory", memory, checks.MEMORY)
+    checks.whole("ignore_index", ignore_index)
     given = prepare(
         hidden, weight, bias, index, tp_group, vocab_start_index, vocab_end_index, chunk_size, softcap, temperature,
         strict, debug,
