@@ -19,7 +19,7 @@ from autosp.custom_ops.linear_loss import (
     vocab_parallel_linear_logprobs,
     vocab_parallel_linear_token_stats,
 )
-from autosp.errors import RankMismatchError
+from autosp.errors import InputError, RankMismatchError
 
 SHARDS = {2: [(12, 11), (23, 0), (3, 20)], 4: [(6, 6, 6, 5), (0, 11, 0, 12)]}
 
@@ -117,6 +117,26 @@ def unforced_body(info, sizes, chunk_bytes):
 def test_ranks_of_very_different_shards_choose_alike(ranks, chunk_bytes):
     ranks.run(unforced_body, (23, 0), chunk_bytes, world_size=2, timeout=60)
     ranks.run(unforced_body, (3, 20), chunk_bytes, world_size=2, timeout=60)
+
+
+def distributed_body(info, name):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    h, w, b, target = inputs()
+    given = {"hidden": h, "weight": w, "bias": b}
+    given[name] = distribute_tensor(given[name], init_device_mesh("cpu", (info.world_size,)), [Shard(0)])
+    try:
+        vocab_parallel_linear_cross_entropy(given["hidden"], given["weight"], target, given["bias"])
+    except InputError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias"])
+def test_a_sharded_parameter_is_refused(ranks, name):
+    for text in ranks.run(distributed_body, name, world_size=2, timeout=60):
+        assert text.startswith(f"{name} is a DTensor (Shard(dim=0),); pass the part of this rank (.to_local()")
 
 
 def apart_body(info, what):

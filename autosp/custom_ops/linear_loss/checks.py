@@ -6,6 +6,7 @@ import numbers
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autosp.errors import InputError
 
@@ -44,6 +45,11 @@ def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, side: str = "") ->
             continue
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{name} is a {type(tensor).__name__}; a tensor is needed")
+        if isinstance(tensor, DTensor):
+            raise InputError(
+                f"{name} is a DTensor {tensor.placements}; pass the part of this rank (.to_local(), with tp_group "
+                "where the vocabulary is sharded), or the whole (.full_tensor())"
+            )
         if tensor.dtype not in _FLOATS:
             raise InputError(f"{name} is {tensor.dtype}; allowed are float16, bfloat16, float32 and float64")
         if tensor.device != hidden.device:
