@@ -97,7 +97,7 @@ def vocab_parallel_linear_cross_entropy(
             ``strict``, and otherwise gives NaN gradients, the first element of ``main_grad`` among them.
         strict: raise for a target outside the vocabulary, or another upstream number than the promised one (a host
             synchronisation each); otherwise the loss, or the gradient, is NaN.
-        debug: compare ``hidden`` across the ranks of ``tp_group`` and raise when it differs.
+        debug: compare ``hidden`` and ``target`` across the ranks of ``tp_group`` and raise when they differ.
 
     Returns:
         fp32 (fp64 for fp64 inputs): a number, or ``[...]`` for ``"none"``.

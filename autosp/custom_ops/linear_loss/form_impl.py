@@ -57,7 +57,8 @@ def forward(
     """
     run = _Run(hidden, weight, bias, valid, temperature, loss, options, needs, main_grad)
     if options.debug:
-        groups.check_same_hidden(hidden, "hidden", options.tp)
+        groups.check_same(hidden, "hidden", options.tp)
+        groups.check_same(target, "target", options.tp)
     if options.strict:
         refuse_outside(target[:, None], valid, run.shards)
     part, shards, shape = run.part, run.shards, run.shape
@@ -139,11 +140,11 @@ def _chunk(logits, shape, ids, live, shards, options, loss, factor) -> tuple[row
     state, (picked, hit) = combine(state, [picked[:, 0], hit], options.tp, shards.total)
     log_total = state.log_total
     lse = state.top + log_total
-    logprob = torch.where(hit > 0, (picked - state.top) - log_total, float("nan"))
+    logprob = torch.where(hit == 1, (picked - state.top) - log_total, float("nan"))
     mean = state.centred / max(1, shards.total) - log_total
     losses = torch.where(live, loss.value(logprob, mean, lse), 0.0)
-    # NaN for an id that is in nobody's shard: its loss is NaN, and so is its row's gradient.
-    live = torch.where(hit > 0, live.to(wide), torch.where(live, float("nan"), 0.0))
+    # NaN for an id that is in nobody's shard, or that ranks with other targets claim twice: so is its row's gradient.
+    live = torch.where(hit == 1, live.to(wide), torch.where(live, float("nan"), 0.0))
     live = live if factor is None else live * factor
     a = -(1 - loss.smoothing) * live
     b = live * (1 + 2 * loss.z_loss * lse) if loss.z_loss else live

@@ -143,20 +143,20 @@ def agree_on_shards(
     return Shards(start, local, total, largest)
 
 
-def check_same_hidden(hidden: torch.Tensor, name: str, tp: str) -> None:
-    """Debug mode: raise on every rank when ``hidden`` (``[N, H]``) has other bits on another rank of ``tp``.
+def check_same(tensor: torch.Tensor, name: str, tp: str) -> None:
+    """Debug mode: raise on every rank when ``tensor`` has other bits on another rank of ``tp``.
 
     Raises:
         RankMismatchError: the checksums differ.
     """
     if group_size(tp) == 1:
         return
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[hidden.element_size()]
-    bits = hidden.contiguous().view(kind).to(torch.int64).flatten()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.contiguous().view(kind).to(torch.int64).flatten()
     weights = torch.arange(bits.numel(), device=bits.device) % 65521 + 1
-    sums = gather_ints([int(bits.sum()), int((bits * weights).sum())], hidden.device, tp)
+    sums = gather_ints([int(bits.sum()), int((bits * weights).sum())], tensor.device, tp)
     if any(other != sums[0] for other in sums):
         raise RankMismatchError(
             f"{name} differs between the ranks of the tensor-parallel group (checksums {sums}); a vocabulary-parallel "
-            "head needs the same hidden states on every rank: check dropout seeds and the data loader"
+            "head needs the same hidden states and targets on every rank: check dropout seeds and the data loader"
         )

@@ -53,8 +53,8 @@ def begin(
         rows_, options.start, options.end, part.count, options.chunk_size, student.hidden.device, options.tp, way
     )
     if options.debug:
-        groups.check_same_hidden(student.hidden, "student_hidden", options.tp)
-        groups.check_same_hidden(teacher.hidden, "teacher_hidden", options.tp)
+        groups.check_same(student.hidden, "student_hidden", options.tp)
+        groups.check_same(teacher.hidden, "teacher_hidden", options.tp)
     return part, shards, counting.order
 
 

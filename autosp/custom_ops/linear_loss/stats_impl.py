@@ -35,7 +35,8 @@ class Options:
 class Statistics:
     """Everything is ``[N]`` (or ``[N, K]``) in the accumulation dtype; rows that do not count hold zeros.
 
-    logprob: NaN where an id that counts is in nobody's shard. is_top: whether the id's logit is the row's maximum.
+    logprob: NaN where an id that counts is in nobody's shard, or in two (the ranks' ids differ).
+    is_top: whether the id's logit is the row's maximum.
     mean: the mean over the vocabulary of the log-probabilities.
     order: ``[N]`` int64, the rows that count first (no elements when all do).
     layout: int64 CPU tensor ``[start, local, total, count]``: where this rank's vocabulary rows lie, tokens that count.
@@ -93,7 +94,8 @@ def forward(
         groups.STATISTICS,
     )  # fmt: skip
     if options.debug:
-        groups.check_same_hidden(hidden, "hidden", options.tp)
+        groups.check_same(hidden, "hidden", options.tp)
+        groups.check_same(index, "target", options.tp)
     if options.strict:
         refuse_outside(index, valid, shards)
     head = Head.of(weight, bias, shards.local, options.dtype)
@@ -117,7 +119,7 @@ def forward(
     k = ids.shape[1]
     if k:
         picked, hits = torch.stack(extra[:k], 1), torch.stack(extra[k:], 1)
-        picked = torch.where(hits > 0, picked, float("nan"))
+        picked = torch.where(hits == 1, picked, float("nan"))
     logprob = (picked - state.top[:, None]) - state.log_total[:, None]
     is_top = picked == state.top[:, None]
     # A centred statistic: exactly 0 when one logit holds all the mass.
