@@ -8,6 +8,7 @@ replaced by what they are made of.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -26,6 +27,7 @@ from .errors import UnsupportedGraphError
 from .flex_capture import emit_flex_attention
 from .function_capture import emit_autograd_function
 from .location import user_location
+from .repeats import RepeatInterpreter, Repeats
 
 _checkpoint_ids = itertools.count(1)
 
@@ -58,16 +60,16 @@ def fake_inputs(example_inputs: Sequence[Any], fake_mode: FakeTensorMode) -> lis
     return fakes
 
 
-class _CaptureInterpreter(fx.Interpreter):
+class _CaptureInterpreter(RepeatInterpreter):
     """Runs a Dynamo graph under a pre-dispatch trace; enters the bodies of higher-order operators."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             return self._inline_checkpoint(args[0], args[1:], kwargs)
         if target is torch.ops.higher_order.flex_attention:
-            return emit_flex_attention(args, user_location(self._current()))
+            return emit_flex_attention(self.repeats.tensors(args), user_location(self._current()))
         if target is torch.ops.higher_order.autograd_function_apply:
-            return emit_autograd_function(args, kwargs, user_location(self._current()))
+            return emit_autograd_function(self.repeats.tensors(args), kwargs, user_location(self._current()))
         if isinstance(target, torch._ops.HigherOrderOperator):
             self._refuse_higher_order(target)
         return super().call_function(target, args, kwargs)
@@ -86,7 +88,7 @@ class _CaptureInterpreter(fx.Interpreter):
         for node in body.graph.nodes:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             node.meta["ac_graph_id"] = graph_id
-        return _CaptureInterpreter(body).run(*args)
+        return _CaptureInterpreter(body, self.repeats).run(*args)
 
     def _current(self) -> Any:
         return fx_traceback.get_current_meta()
@@ -101,7 +103,12 @@ class _CaptureInterpreter(fx.Interpreter):
 
 
 def capture_graph(
-    gm: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode, has_rule: Callable[[Any], bool]
+    gm: fx.GraphModule,
+    fakes: Sequence[Any],
+    fake_mode: FakeTensorMode,
+    has_rule: Callable[[Any], bool],
+    *,
+    share: bool = True,
 ) -> fx.GraphModule:
     """Trace a Dynamo graph to a pre-dispatch ATen graph.
 
@@ -110,6 +117,7 @@ def capture_graph(
         fakes: its inputs as fake tensors and symbols, see ``fake_inputs``.
         fake_mode: the fake mode of ``fakes``.
         has_rule: tells which operators the partitioner knows; composite ones that it does not are decomposed.
+        share: equal calls are run once and copied (``autosp.repeats``); False gives the same graph and takes longer.
 
     Returns:
         A graph module whose placeholders are those of ``gm`` in order, ``meta["val"]`` on every node.
@@ -118,7 +126,7 @@ def capture_graph(
         UnsupportedGraphError: a higher-order operator without a rule, or a value that tracing would bake into the
             graph.
     """
-    traced = _trace(_CaptureInterpreter(gm).run, fakes, fake_mode, {})
+    traced = _trace(lambda repeats: _CaptureInterpreter(gm, repeats), fakes, fake_mode, {}, share)
     tried: set[Any] = set()
     while True:
         missing = {
@@ -133,7 +141,7 @@ def capture_graph(
         # Some decompose into themselves (a size that depends on the values): once is enough.
         tried |= missing
         table = {op: op.decompose for op in missing}
-        traced = _trace(fx.Interpreter(traced).run, fakes, fake_mode, table)
+        traced = _trace(functools.partial(RepeatInterpreter, traced), fakes, fake_mode, table, share)
     _refuse_baked_constants(traced)
     for old, new in zip(gm.graph.find_nodes(op="placeholder"), traced.graph.find_nodes(op="placeholder"), strict=True):
         _copy_placeholder_meta(old, new)
@@ -141,10 +149,18 @@ def capture_graph(
 
 
 def _trace(
-    function: Callable[..., Any], fakes: Sequence[Any], fake_mode: FakeTensorMode, table: dict[Any, Any]
+    interpreter: Callable[[Repeats], RepeatInterpreter],
+    fakes: Sequence[Any],
+    fake_mode: FakeTensorMode,
+    table: dict[Any, Any],
+    share: bool,
 ) -> fx.GraphModule:
-    with fake_mode, fx_traceback.preserve_node_meta():
-        traced = make_fx(function, decomposition_table=table, pre_dispatch=True)(*fakes)
+    def run(*args: Any) -> Any:
+        repeats = Repeats(share)
+        return repeats.tensors(interpreter(repeats).run(*args))
+
+    with disable_fake_tensor_cache(fake_mode), fake_mode, fx_traceback.preserve_node_meta():
+        traced = make_fx(run, decomposition_table=table, pre_dispatch=True)(*fakes)
     # make_fx's own dead-code pass keeps no promise for pre-dispatch regions; unused symbols alone are noise.
     traced.graph.eliminate_dead_code(_is_impure)
     traced.recompile()

@@ -26,6 +26,8 @@ ALLOWED = {
     "config": {"errors"},
     "errors": set(),
     "location": {"errors"},
+    "repeat_keys": set(),
+    "repeats": {"repeat_keys"},
     "dynamo_settings": {"errors"},
     "inputs": {"dynamo_settings", "mesh", "errors"},
     "agreement": {"errors", "mesh"},
@@ -37,7 +39,7 @@ ALLOWED = {
     "weights": {"agreement", "errors", "mesh"},
     "layers.": {"custom_ops", "errors", "layers", "randomness"},
     "layout.": {"errors", "layout", "location"},
-    "passes.": {"custom_ops", "errors", "layout", "location"},
+    "passes.": {"custom_ops", "errors", "layout", "location", "repeat_keys", "repeats"},
 }
 # Package -> autosp modules it must never import.
 FORBIDDEN = {"custom_ops.": {"passes", "layout", "backend"}}

@@ -7,12 +7,14 @@ make the same ones in the same order.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten
@@ -27,6 +29,10 @@ from ..layout.placement import REPLICATE, IntLike, Partial, Placement, Replicate
 from ..layout.redistribute import redistribute
 from ..layout.stretch import TILED, Stretch
 from ..location import user_location
+from ..repeat_keys import Repeated
+from ..repeats import Repeats
+
+Local = torch.Tensor | Repeated
 
 
 class LocalInterpreter(fx.Interpreter):
@@ -37,16 +43,20 @@ class LocalInterpreter(fx.Interpreter):
         axis: the mesh axis.
         parameters: names of the placeholders that are parameters.
         outputs: "dtensor" and "local" leave sharded outputs sharded, "full" gathers them.
+        repeats: runs each kind of call once.
     """
 
-    def __init__(self, gm: fx.GraphModule, *, axis: Axis, parameters: frozenset[str], outputs: str) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, *, axis: Axis, parameters: frozenset[str], outputs: str, repeats: Repeats
+    ) -> None:
         # Values inside a stretch are asked for after the interpreter has passed their last user.
         super().__init__(gm, garbage_collect_values=False)
         self.axis = axis
         self.parameters = parameters
         self.outputs = outputs
+        self.repeats = repeats
         self.specs: list[OutputSpec] = []
-        self._moved: dict[tuple[fx.Node, bool, bool], list[tuple[Placement, float | None, torch.Tensor]]] = {}
+        self._moved: dict[tuple[fx.Node, bool, bool], list[tuple[Placement, float | None, Local]]] = {}
         self._current: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -64,8 +74,10 @@ class LocalInterpreter(fx.Interpreter):
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, int, float, bool)):
             return value
+        if target is operator.getitem and isinstance(args[0], (list, tuple)):
+            return args[0][args[1]]
         # A trace rebuilds integers from their symbols; other numbers it must see made.
-        return super().call_function(target, args, kwargs)
+        return super().call_function(target, self.repeats.tensors(args), self.repeats.tensors(kwargs))
 
     def _run_call(self, node: fx.Node, call: OpCall, strategy: Strategy) -> Any:
         sharded = strategy.sharded
@@ -74,11 +86,15 @@ class LocalInterpreter(fx.Interpreter):
         local = {name: self._local_argument(name, arg, strategy, sharded) for name, arg in call.args.items()}
         if call.target._schema.is_mutable:
             self._moved.clear()
-        result = call.run(local) if strategy.local is None else strategy.local(call, local)
-        self._check(node, result, strategy.output)
-        return result
 
-    def _run_tiles(self, stretch: Stretch) -> torch.Tensor:
+        def run(local: dict[str, Any]) -> Any:
+            result = call.run(local) if strategy.local is None else strategy.local(call, local)
+            self._check(node, result, strategy.output)
+            return result
+
+        return self.repeats.call(run, (local,), what=("call", call, strategy.local, strategy.output))
+
+    def _run_tiles(self, stretch: Stretch) -> Local:
         """Run a stretch a part of the local rows at a time, and join what its last node gives."""
         last = stretch.last
         layout = last.meta[LAYOUT]
@@ -90,12 +106,16 @@ class LocalInterpreter(fx.Interpreter):
             bounds = [(i * size, size) for i in range(stretch.tiles - 1)]
             bounds.append(((stretch.tiles - 1) * size, rows - (stretch.tiles - 1) * size))
         parts = [self._run_tile(stretch, start, size, index) for index, (start, size) in enumerate(bounds)]
-        result = parts[0] if len(parts) == 1 else torch.cat(parts, dim=layout.dim)
-        self._check(last, result, layout)
-        return result
 
-    def _run_tile(self, stretch: Stretch, start: IntLike, size: IntLike, index: int) -> torch.Tensor:
-        inside: dict[fx.Node, torch.Tensor] = {}
+        def join(parts: list[torch.Tensor]) -> torch.Tensor:
+            result = parts[0] if len(parts) == 1 else torch.cat(parts, dim=layout.dim)
+            self._check(last, result, layout)
+            return result
+
+        return self.repeats.call(join, (parts,), what=("join", last.meta["val"], layout))
+
+    def _run_tile(self, stretch: Stretch, start: IntLike, size: IntLike, index: int) -> Local:
+        inside: dict[fx.Node, Local] = {}
         for node in stretch.nodes:
             self._current = node
             if stretch.region is not None:
@@ -104,7 +124,7 @@ class LocalInterpreter(fx.Interpreter):
                 inside[node] = self._run_on_tile(node, inside, start, size)
         return inside[stretch.last]
 
-    def _run_on_tile(self, node: fx.Node, inside: dict[fx.Node, torch.Tensor], start: IntLike, size: IntLike) -> Any:
+    def _run_on_tile(self, node: fx.Node, inside: dict[fx.Node, Local], start: IntLike, size: IntLike) -> Any:
         call, strategy = node.meta[CALL], node.meta[STRATEGY]
         local: dict[str, Any] = {}
         for name, arg in call.args.items():
@@ -114,8 +134,8 @@ class LocalInterpreter(fx.Interpreter):
                 continue
             local[name] = self._local_argument(name, arg, strategy, True)
             if isinstance(needed, Shard):
-                local[name] = local[name].narrow(needed.dim, start, size)
-        return call.run(local)
+                local[name] = self.repeats.call(torch.narrow, (local[name], needed.dim, start, size))
+        return self.repeats.call(call.run, (local,), what=("tile", call))
 
     def _local_argument(self, name: str, arg: Any, strategy: Strategy, sharded: bool) -> Any:
         needed = strategy.inputs.get(name, REPLICATE)
@@ -133,22 +153,39 @@ class LocalInterpreter(fx.Interpreter):
             return arg
         return self._moved_to(node, needed or REPLICATE, fill, sharded)
 
-    def _moved_to(self, node: fx.Node, needed: Placement, fill: float | None, sharded: bool) -> torch.Tensor:
+    def _moved_to(self, node: fx.Node, needed: Placement, fill: float | None, sharded: bool) -> Local:
         """The value of ``node`` in layout ``needed``; each move is made once."""
         # A move made inside a no_grad region carries no gradient and must not serve outside it.
         cache = self._moved.setdefault((node, sharded, torch.is_grad_enabled()), [])
         for placement, old_fill, moved in cache:
             if same_placement(placement, needed) and old_fill == fill:
                 return moved
-        x, current, partial_grad = self.env[node], node.meta[LAYOUT], sharded
-        if node.name in self.parameters and x.requires_grad:
-            whole_use = not (sharded and isinstance(needed, Replicate))
-            x, partial_grad = self._parameter_edge(x, whole_use), False
-        moved = redistribute(
-            x, current, needed, self.axis, dtype=node.meta["val"].dtype, fill=fill, partial_grad=partial_grad
-        )
+        x, current, dtype = self.env[node], node.meta[LAYOUT], node.meta["val"].dtype
+        is_parameter = node.name in self.parameters and x.requires_grad
+        enters = isinstance(needed, Replicate) and sharded and x.requires_grad
+        if is_parameter or enters or not same_placement(current, needed):
+            how = (current, needed, dtype, fill, sharded, is_parameter)
+            moved = self.repeats.call(self._move, (x, *how), what="move")
+        else:
+            moved = x
         cache.append((needed, fill, moved))
         return moved
+
+    def _move(
+        self,
+        x: torch.Tensor,
+        current: Placement,
+        needed: Placement,
+        dtype: torch.dtype,
+        fill: float | None,
+        sharded: bool,
+        is_parameter: bool,
+    ) -> torch.Tensor:
+        partial_grad = sharded
+        if is_parameter:
+            whole_use = not (sharded and isinstance(needed, Replicate))
+            x, partial_grad = self._parameter_edge(x, whole_use), False
+        return redistribute(x, current, needed, self.axis, dtype=dtype, fill=fill, partial_grad=partial_grad)
 
     def _parameter_edge(self, x: torch.Tensor, whole_use: bool) -> torch.Tensor:
         """A parameter's gradient is summed over the axis by us, or left to an engine, as ``gradient_reduction``
@@ -190,7 +227,7 @@ class LocalInterpreter(fx.Interpreter):
             if shard is not None:
                 index = len(flat) + len(lengths)
                 lengths.append(shard.size)
-            results.append(result)
+            results.append(self.repeats.tensors(result))
             self.specs.append(OutputSpec(shard, index))
         return [*results, *lengths]
 
@@ -198,7 +235,7 @@ class LocalInterpreter(fx.Interpreter):
         if not isinstance(node, fx.Node):
             return node, None
         layout, value = node.meta.get(LAYOUT), self.env[node]
-        if not isinstance(value, torch.Tensor) or layout is None:
+        if not isinstance(value, (torch.Tensor, Repeated)) or layout is None:
             return value, None
         if not isinstance(layout, Shard):
             return self._moved_to(node, REPLICATE, None, False), None
@@ -218,7 +255,14 @@ def _agree(a: IntLike, b: IntLike) -> bool:
 
 
 def localize_graph(
-    gm: fx.GraphModule, inputs: Sequence[Any], *, axis: Axis, parameters: frozenset[str], outputs: str, fake_mode: Any
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    axis: Axis,
+    parameters: frozenset[str],
+    outputs: str,
+    fake_mode: Any,
+    share: bool = True,
 ) -> tuple[fx.GraphModule, list[OutputSpec]]:
     """Rewrites: the annotated whole program -> the program of one rank.
 
@@ -227,14 +271,18 @@ def localize_graph(
     Ensures: placeholders in the same order; every local size is what its layout promises; outputs are flat, followed
     by the lengths of the sharded ones.
     Refuses: nothing; whatever cannot be carried out was refused before.
+
+    With ``share`` equal calls are run once and copied (``autosp.repeats``); without, the same program takes longer.
     """
-    interpreter = LocalInterpreter(gm, axis=axis, parameters=parameters, outputs=outputs)
+    specs: list[OutputSpec] = []
 
     def run(*args: Any) -> Any:
-        interpreter.specs.clear()
-        return interpreter.run(*args)
+        interpreter = LocalInterpreter(gm, axis=axis, parameters=parameters, outputs=outputs, repeats=Repeats(share))
+        results = interpreter.run(*args)
+        specs[:] = interpreter.specs
+        return results
 
-    with fake_mode, fx_traceback.preserve_node_meta():
+    with disable_fake_tensor_cache(fake_mode), fake_mode, fx_traceback.preserve_node_meta():
         local = make_fx(run, pre_dispatch=True)(*inputs)
     for node in local.graph.nodes:
         if node.target is torch.ops.aten.randint.low and "recompute" in node.meta:
@@ -242,4 +290,4 @@ def localize_graph(
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     local.graph.eliminate_dead_code()
     local.recompile()
-    return local, interpreter.specs
+    return local, specs
