@@ -104,7 +104,8 @@ class Repeats:
                 return self._copy(record, operands, nodes)
         if key is None or key in self._records:
             return function(*self.tensors(args), **self.tensors(kwargs))
-        args, kwargs, operands = self.tensors(args), self.tensors(kwargs), [self.tensors(x) for x in operands]
+        if any(isinstance(x, Repeated) for x in operands):
+            args, kwargs, operands = self.tensors(args), self.tensors(kwargs), [self.tensors(x) for x in operands]
         watch = _Watch(operands)
         result = function(*args, **kwargs)
         self._records[key] = watch.record(result, self.keys)
@@ -119,10 +120,12 @@ class Repeats:
         return tree_map(lambda x: self._tensor(x) if isinstance(x, Repeated) else x, values)
 
     def _key(self, what: Any, args: Any, kwargs: Any, operands: list[Any]) -> Any:
-        try:
-            return self.keys.of_call(what, args, kwargs, operands)
-        except Unkeyed:
-            return None
+        # Every look at a tensor would otherwise go through the modes of the trace.
+        with torch._C.DisableTorchFunction():
+            try:
+                return self.keys.of_call(what, args, kwargs, operands)
+            except Unkeyed:
+                return None
 
     def _tensor(self, value: Repeated) -> torch.Tensor:
         if value.tensor is None:
@@ -217,10 +220,11 @@ class _Watch:
         leaves, spec = tree_flatten(result)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return None
-        try:
-            results = [self._leaf(leaf, places, keys) for leaf in leaves]
-        except Unkeyed:
-            return None
+        with torch._C.DisableTorchFunction():
+            try:
+                results = [self._leaf(leaf, places, keys) for leaf in leaves]
+            except Unkeyed:
+                return None
         return _Record(steps, results, spec)
 
     def _leaf(self, leaf: Any, places: dict[fx.Node, Any], keys: Keys) -> Any:
