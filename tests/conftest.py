@@ -12,6 +12,13 @@ import pytest
 from pool import RankPool, fake_group
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("AUTOSP_TEST_REPEATS"):
+        import repeats_check
+
+        repeats_check.start()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """The rank processes of this test run; see `pool.RankPool.run`."""

@@ -97,6 +97,10 @@ def _start(call: Call) -> None:
     import torch
     import torch.distributed as dist
 
+    if os.environ.get("AUTOSP_TEST_REPEATS"):
+        import repeats_check
+
+        repeats_check.start()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
@@ -141,6 +145,22 @@ def _clean() -> None:
     torch.set_grad_enabled(True)
     _forget_compiled_code()
     gc.collect()
+    _keep_imports()
+
+
+# Loaded modules when they were last put out of the collector's sight.
+_modules_kept = 0
+
+
+def _keep_imports() -> None:
+    """What imports have made stays for good, and no collection need walk it: half a second of every call otherwise.
+
+    Done only when much was imported, and after a collection: what is kept is never collected if it becomes garbage.
+    """
+    global _modules_kept
+    if len(sys.modules) - _modules_kept >= 100:
+        gc.freeze()
+        _modules_kept = len(sys.modules)
 
 
 def _forget_compiled_code() -> None:
