@@ -131,7 +131,7 @@ class AutoSPConfig(BaseModel):
 
     activation_memory_budget: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 1.0
     """Share of the activations that the backward may keep, chosen by torch's partitioner: 1 keeps what is faster to
-    keep, 0 recomputes all but inputs, attention and collectives, which are never recomputed; "auto" takes the largest
+    keep, 0 recomputes all but inputs, attention, collectives and fused losses, which never are; "auto" takes the largest
     with which the step fits, at the sizes that it is compiled with."""
 
     checkpointing_keeps: Literal["nothing", "attention"] = "nothing"

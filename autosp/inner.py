@@ -24,6 +24,7 @@ from .fit_memory import FitMemory
 from .gradient_sums import JoinGradientSums
 
 _ATTENTION = ("aten::scaled_dot_product_attention", "autosp::block_attention", "autosp::ring_attention")
+_FUSED_LOSSES = ("autosp::linear_cross_entropy_loss", "autosp::linear_cross_entropy_sums")
 
 
 def compile_local(
@@ -49,7 +50,7 @@ def compile_local(
     run: Callable[..., Any] = compiler or lookup_backend(config.inner_backend)
     keeps = config.checkpointing_keeps == "attention"
     if keeps or config.activation_memory_budget == "auto" or config.activation_memory_budget < 1:
-        keep_attention(graph, checkpointed=keeps)
+        keep_attention_and_losses(graph, checkpointed=keeps)
     if fit is not None and config.inner_backend == "aot_eager" and compiler is None:
         run = aot_autograd(fw_compiler=boxed_nop, partition_fn=fit, keep_inference_input_mutations=True)
     with _partitioner_settings(config, fit):
@@ -58,15 +59,19 @@ def compile_local(
         return run(graph, examples, config_patches=_inductor_settings(config, fit))
 
 
-def keep_attention(graph: fx.GraphModule, *, checkpointed: bool) -> None:
+def keep_attention_and_losses(graph: fx.GraphModule, *, checkpointed: bool) -> None:
     """Have the partitioner save what attention gives: a budget recomputes what is cheap, and this grows with S².
 
+    A fused loss has settled what it keeps. Run again it would multiply by the whole head once more, and over a group
+    issue collectives that the partitioner does not see, on those ranks alone whose shard it found worth it.
+
     Args:
-        checkpointed: also inside the bodies of the model's own checkpointing, which are recomputed otherwise.
+        checkpointed: attention also inside the bodies of the model's own checkpointing, which are recomputed otherwise.
     """
     for node in graph.graph.nodes:
         name = getattr(getattr(node.target, "_schema", None), "name", "")
-        if name in _ATTENTION and (checkpointed or "recompute" not in node.meta):
+        own = "recompute" not in node.meta
+        if name in _ATTENTION and (checkpointed or own) or name in _FUSED_LOSSES and own:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 

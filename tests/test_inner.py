@@ -33,13 +33,15 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def saved_and_backward(budget: float, checkpoint: bool = False, keeps: str = "nothing") -> tuple[int, Counter[str]]:
+def saved_and_backward(
+    budget: float, checkpoint: bool = False, keeps: str = "nothing", fuse: str = "never"
+) -> tuple[int, Counter[str]]:
     """Bytes that the forward saves, parameters among them, and the operators of the backward."""
     from autosp.backend import autosp_backend
 
     torch._dynamo.reset()
     section = {"inner_backend": "aot_eager", "activation_memory_budget": budget, "checkpointing_keeps": keeps}
-    autosp.initialize({"autosp": section})
+    autosp.initialize({"autosp": {**section, "fuse_linear_cross_entropy": fuse}})
     model = zoo.build("llama", num_hidden_layers=1)
     if checkpoint:
         model.gradient_checkpointing_enable()
@@ -70,6 +72,18 @@ def test_a_budget_saves_less_and_never_attends_or_exchanges_again(fake_ranks: Ca
     assert (plain[attention], recomputed[attention]) == (0, 0)
     for name in ("all_to_all_single", "all_gather_into_tensor", "all_reduce"):
         assert plain[name] == recomputed[name], name
+
+
+@pytest.mark.parametrize("way", ["keep", "form", "lean"])
+def test_a_budget_runs_no_fused_loss_again(way: str, fake_ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
+    """Its matrix products are those of the whole head, and over a group it has collectives inside."""
+    from autosp.custom_ops.linear_loss import plan
+
+    fake_ranks(2)
+    monkeypatch.setattr(plan, "choose_way", lambda *_: way)
+    _, operators = saved_and_backward(0.0, fuse="always")
+    assert operators["linear_stats_backward" if way != "form" else "linear_scale_gradient"] > 0
+    assert operators["linear_stats"] == operators["linear_cross_entropy"] == 0
 
 
 def test_checkpointing_can_keep_what_attention_gives(fake_ranks: Callable[..., None]):
