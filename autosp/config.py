@@ -130,9 +130,8 @@ class AutoSPConfig(BaseModel):
     fast unless that gradient is more than an eighth of the device's memory."""
 
     activation_memory_budget: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 1.0
-    """Share of the activations that the backward may keep, chosen by torch's partitioner: 1 keeps what is faster to
-    keep, 0 recomputes all but inputs, attention, collectives and fused losses, which never are; "auto" takes the largest
-    with which the step fits, at the sizes that it is compiled with."""
+    """Share of the activations that the backward may keep: 1 keeps what is faster to keep, 0 recomputes all but inputs,
+    attention, collectives and fused losses; "auto" takes the largest with which the step fits, at the compiled sizes."""
 
     checkpointing_keeps: Literal["nothing", "attention"] = "nothing"
     """What the model's own activation checkpointing keeps of a body beside its inputs: "attention" keeps what attention
