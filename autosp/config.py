@@ -131,7 +131,7 @@ class AutoSPConfig(BaseModel):
 
     activation_memory_budget: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 1.0
     """Share of the activations that the backward may keep: 1 keeps what is faster to keep, 0 recomputes all but inputs,
-    attention, collectives and fused losses; "auto" takes the largest with which the step fits, at the compiled sizes."""
+    attention, collectives and fused losses; "auto" takes the largest with which the step fits at these sizes."""
 
     checkpointing_keeps: Literal["nothing", "attention"] = "nothing"
     """What the model's own activation checkpointing keeps of a body beside its inputs: "attention" keeps what attention
