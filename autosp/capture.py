@@ -28,6 +28,7 @@ from .flex_capture import emit_flex_attention
 from .function_capture import emit_autograd_function
 from .location import user_location
 from .repeats import RepeatInterpreter, Repeats
+from .vmap_capture import vmap_regions
 
 _checkpoint_ids = itertools.count(1)
 
@@ -61,7 +62,20 @@ def fake_inputs(example_inputs: Sequence[Any], fake_mode: FakeTensorMode) -> lis
 
 
 class _CaptureInterpreter(RepeatInterpreter):
-    """Runs a Dynamo graph under a pre-dispatch trace; enters the bodies of higher-order operators."""
+    """Runs a Dynamo graph under a pre-dispatch trace; enters the bodies of higher-order operators and of vmap."""
+
+    def __init__(self, module: fx.GraphModule, repeats: Repeats) -> None:
+        super().__init__(module, repeats)
+        self._regions = vmap_regions(module)
+        self._made: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        region = self._regions.get(n)
+        if region is None:
+            return super().run_node(n)
+        if n is region.nodes[0]:
+            self._made.update(region.run(self.repeats.tensors([self.env[node] for node in region.inputs])))
+        return self._made.pop(n, None)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:

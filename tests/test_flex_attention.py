@@ -112,6 +112,40 @@ def test_flex_attention_on_a_group(ranks: RankPool, kind: str, strategy: str):
         assert error <= 1e-5
 
 
+class MadeInside(Flex):
+    """The block mask is made in the model, which torch does under vmap."""
+
+    def forward(self, input_ids: torch.Tensor, document: torch.Tensor, block_mask: BlockMask | None = None):
+        rows, length = input_ids.shape
+        _, mask = self.functions(document)
+        made = create_block_mask(mask, rows, None, length, length, device="cpu")
+        return super().forward(input_ids, document, made)
+
+
+def run_made_inside(rank_info: Any, kind: str, lengths: list[int]) -> list[float]:
+    import autosp
+
+    autosp.initialize({"autosp": {"inner_backend": "aot_eager"}})
+    model = MadeInside(kind)
+    compiled, found = torch.compile(model, backend="autosp"), []
+    for length in lengths:
+        ids = toys.batch(length)["input_ids"]
+        document = (torch.arange(length) // 50).expand(2, length).contiguous()
+        batch = autosp.prepare_batch({"input_ids": ids})
+        with torch.no_grad():
+            out = compiled(**batch, document=document).full_tensor()
+            found.append((out - model.reference(ids, document)).abs().max().item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths"), [("document", [LENGTH]), pytest.param("causal", [LENGTH, 256, 301], marks=pytest.mark.slow)]
+)
+def test_a_block_mask_made_in_the_model(ranks: RankPool, kind: str, lengths: list[int]):
+    for errors in ranks.run(run_made_inside, kind, lengths, timeout=300):
+        assert max(errors) <= 1e-5, errors
+
+
 @pytest.mark.parametrize("kind", ["causal", "document", "alibi", "soft_cap"])
 def test_gradients_of_the_captured_program(kind: str):
     """torch has no backward of ``flex_attention`` on the CPU; the captured program has one."""

@@ -1,0 +1,46 @@
+"""What a model computes under vmap comes to plain operators, with the gradients of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import parity
+import pytest
+import torch
+import toys
+from pool import RankPool
+from torch import nn
+
+
+def _scaled(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(row * weight) + row.square().mean()
+
+
+class Mapped(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.toy = toys.build()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+        self.weight.requires_grad_(how == "tokens")
+        self.how = how
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> toys.Out:
+        if self.how == "tokens":
+            x = self.toy.hidden(input_ids, None, None, None)
+            x = torch.vmap(torch.vmap(_scaled, (0, None)), (0, None))(x, self.weight)
+            logits = self.toy.head(x)
+            return toys.Out(toys.pad_slice(self.toy, logits, labels), logits)
+        places = torch.arange(input_ids.shape[1])
+        visible = torch.vmap(torch.vmap(lambda q, k: (k <= q) & (q - k < 5), (None, 0)), (0, None))(places, places)
+        return self.toy(input_ids, labels, attention_mask=visible[None, None])
+
+
+def run_mapped(rank_info: Any, how: str) -> list[parity.Result]:
+    return parity.run_model(rank_info, lambda: Mapped(how), [toys.batch(16), toys.batch(17)])
+
+
+@pytest.mark.parametrize("how", ["tokens", pytest.param("mask", marks=pytest.mark.slow)])
+def test_values_and_gradients_under_vmap(ranks: RankPool, how: str):
+    for results in ranks.run(run_mapped, how, timeout=200):
+        for result in results:
+            result.check()
