@@ -170,9 +170,10 @@ def form(
     [
         (2, 8, 2, True, "ulysses"),  # causal rows are uneven work, heads are not
         (4, 8, 8, True, "ulysses"),
-        (8, 4, 4, True, "hybrid"),  # half of the ranks would idle
-        (4, 2, 1, True, "hybrid"),
-        (3, 1, 1, True, "allgather_kv"),  # no inner and outer part of three
+        (8, 4, 4, True, "ring"),  # half of the ranks would idle, and in zigzag order all have the same work
+        (4, 2, 1, True, "ring"),
+        (3, 1, 1, True, "ring"),
+        (4, 2, 2, False, "hybrid"),  # without a mask contiguous rows are even work, and heads save traffic
         (4, 8, 1, False, "allgather_kv"),  # all ranks have equal work either way, and one key head is little to move
     ],
 )

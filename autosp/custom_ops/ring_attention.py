@@ -1,5 +1,7 @@
 """``autosp::ring_attention``: keys and values go round the group, block by block (Liu et al. 2023, arXiv:2310.01889).
 
+With ``zigzag`` a rank has an early and a late half of a block (``layout/zigzag.py``), each met by itself.
+
 The forward merges the results of the blocks by their log-sum-exp; the backward sends keys, values and their gradients
 round once more. One node before dispatch; below autograd point-to-point exchanges and ``autosp::block_attention``.
 """
@@ -20,6 +22,19 @@ _c10d = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
+class _Piece:
+    """A run of rows: its number in the order of the sequence, where it begins here and in the sequence, its rows."""
+
+    number: int
+    first: Any
+    rows: Any
+    position: Any
+
+    def of(self, x: Tensor) -> Tensor:
+        return x.narrow(2, self.first, self.rows)
+
+
+@dataclass(frozen=True)
 class _Ring:
     """The arguments of the operator besides tensors, seen from this rank."""
 
@@ -31,17 +46,46 @@ class _Ring:
     sizes: Sequence[Any]
     bounds: Sequence[Any]
     group: str
+    zigzag: bool = False
 
     @property
     def ranks(self) -> int:
         return group_size(self.group)
 
-    def settings(self, step: int) -> tuple[Any, ...]:
-        """Settings of ``autosp::block_attention`` for the keys that are here after ``step`` passes."""
-        rank = group_rank(self.group)
-        owner = (rank - step) % self.ranks
-        origin = [0, 0, rank * self.rows[0] - self.starts[0], owner * self.rows[1] - self.starts[1]]
+    def settings(self, q: _Piece, k: _Piece) -> tuple[Any, ...]:
+        """Settings of ``autosp::block_attention`` for a piece of the queries and one of the keys."""
+        origin = [0, 0, q.position - self.starts[0], k.position - self.starts[1]]
         return list(self.numbers), self.program, self.scale, origin, list(self.sizes), list(self.bounds)
+
+    def pieces(self, rank: int, which: int) -> list[_Piece]:
+        """The runs of rows that a rank has, of queries (0) or keys (1)."""
+        block = self.rows[which]
+        if not self.zigzag:
+            return [_Piece(rank, 0, block, rank * block)]
+        numbers, half = (rank, 2 * self.ranks - 1 - rank), (block + 1) // 2
+        sizes = [half if number % 2 == 0 else block - half for number in numbers]
+        places = [number // 2 * block + number % 2 * half for number in numbers]
+        return [_Piece(numbers[0], 0, sizes[0], places[0]), _Piece(numbers[1], sizes[0], sizes[1], places[1])]
+
+    def pairs(self, step: int) -> list[tuple[int, _Piece, int, _Piece]]:
+        """The pieces of queries with those of the keys that are here after ``step`` passes, and their numbers among the
+        two or one. In zigzag order nobody sees a later piece.
+        """
+        rank = group_rank(self.group)
+        keys = self.pieces((rank - step) % self.ranks, 1)
+        return [
+            (i, q, j, k)
+            for i, q in enumerate(self.pieces(rank, 0))
+            for j, k in enumerate(keys)
+            if not self.zigzag or k.number <= q.number
+        ]
+
+    def shapes(self, step: int, like: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Zeros for each piece of the queries, of the keys that are here, and of their values."""
+        rank = group_rank(self.group)
+        keys = self.pieces((rank - step) % self.ranks, 1)
+        pieces = (self.pieces(rank, 0), keys, keys)
+        return [[torch.zeros_like(piece.of(x)) for piece in some] for some, x in zip(pieces, like, strict=True)]
 
     def pass_on(self, *tensors: Tensor) -> list[Tensor]:
         """Each rank's tensors go to the next rank, in one exchange."""
@@ -64,11 +108,14 @@ def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[
 
 def _forward(ring: _Ring, q: Tensor, k: Tensor, v: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     attend = torch.ops.autosp.block_attention
-    part, lse = attend(q, k, v, leaves, *ring.settings(0))
-    out = part.to(lse.dtype)
-    for step in range(1, ring.ranks):
-        k, v = ring.pass_on(k, v) if k.dtype == v.dtype else (*ring.pass_on(k), *ring.pass_on(v))
-        out, lse = _merge(out, lse, *attend(q, k, v, leaves, *ring.settings(step)))
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for step in range(ring.ranks):
+        if step:
+            k, v = ring.pass_on(k, v) if k.dtype == v.dtype else (*ring.pass_on(k), *ring.pass_on(v))
+        for i, rows, _, keys in ring.pairs(step):
+            part, lse = attend(rows.of(q), keys.of(k), keys.of(v), leaves, *ring.settings(rows, keys))
+            found[i] = _merge(*found[i], part, lse) if i in found else (part.to(lse.dtype), lse)
+    out, lse = (torch.cat([found[i][which] for i in sorted(found)], dim=2) for which in range(2))
     return out.to(q.dtype), lse
 
 
@@ -78,22 +125,39 @@ def _backward(
 ):  # fmt: skip
     q, k, v, out, lse = saved
     own_types = k.dtype, v.dtype
-    dq, dk, dv, leaf_grads = None, None, None, None
+    wide = lse.dtype
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    leaf_grads = [torch.zeros(x.shape if want else [0], dtype=wide, device=x.device)
+                  for x, want in zip(leaves, wanted, strict=True)]  # fmt: skip
     for step in range(ring.ranks):
         if step:
             # Gradients travel in the width in which they are summed.
             k, v = ring.pass_on(k, v) if k.dtype == v.dtype else (*ring.pass_on(k), *ring.pass_on(v))
             dk, dv = ring.pass_on(dk, dv)
-        part = torch.ops.autosp.block_attention_backward(
-            grad, grad_lse, q, k, v, out, lse, leaves, *ring.settings(step), list(wanted)
+        parts: list[list[Any]] = [[], [], []]
+        for i, rows, j, keys in ring.pairs(step):
+            upstream = None if grad_lse is None else rows.of(grad_lse)
+            found = torch.ops.autosp.block_attention_backward(
+                rows.of(grad), upstream, rows.of(q), keys.of(k), keys.of(v), rows.of(out), rows.of(lse), leaves,
+                *ring.settings(rows, keys), list(wanted),
+            )  # fmt: skip
+            for where, place, value in zip(parts, (i, j, j), found[:3], strict=True):
+                where.append((place, value.to(wide)))
+            leaf_grads = [a + b.to(wide) for a, b in zip(leaf_grads, found[3:], strict=True)]
+        dq, dk, dv = (
+            x + _joined(part, pieces)
+            for x, part, pieces in zip((dq, dk, dv), parts, ring.shapes(step, (dq, dk, dv)), strict=True)
         )
-        found = [x.to(lse.dtype) for x in part]
-        dq = found[0] if dq is None else dq + found[0]
-        dk = found[1] if dk is None else dk + found[1]
-        dv = found[2] if dv is None else dv + found[2]
-        leaf_grads = found[3:] if leaf_grads is None else [a + b for a, b in zip(leaf_grads, found[3:], strict=True)]
     dk, dv = ring.pass_on(dk, dv)
-    return dq.to(q.dtype), dk.to(own_types[0]), dv.to(own_types[1]), leaf_grads or []
+    return dq.to(q.dtype), dk.to(own_types[0]), dv.to(own_types[1]), leaf_grads
+
+
+def _joined(parts: list[tuple[int, Tensor]], empty: list[Tensor]) -> Tensor:
+    """Sums of the parts of each piece, side by side; a piece without a part is zero."""
+    sums: list[Tensor] = list(empty)
+    for place, value in parts:
+        sums[place] = sums[place] + value
+    return torch.cat(sums, dim=2) if len(sums) > 1 else sums[0]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -123,7 +187,8 @@ def _fake(q, k, v, leaves, *_):
 
 ring_attention = define(
     "ring_attention(Tensor q, Tensor k, Tensor v, Tensor[] leaves, SymInt[] numbers, str program, float scale, "
-    "SymInt[] rows, SymInt[] starts, SymInt[] sizes, SymInt[] bounds, str group) -> (Tensor, Tensor)",
+    "SymInt[] rows, SymInt[] starts, SymInt[] sizes, SymInt[] bounds, str group, bool zigzag=False) -> "
+    "(Tensor, Tensor)",
     forward=lambda q, k, v, leaves, *settings: _forward(_Ring(*settings), q, k, v, leaves),
     fake=_fake,
     autograd=lambda q, k, v, leaves, *settings: _RingAttention.apply(_Ring(*settings), q, k, v, *leaves),

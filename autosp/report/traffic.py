@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..layout.infer import STRATEGY
 from .graph_text import nbytes, operator_name
 
 
@@ -63,6 +64,9 @@ def reason_of(node: fx.Node, whole: fx.Node | None, after: bool, sources: Sequen
     if name == "enter_sharded":
         return _edge_reason(node, what)
     if name == "all_to_all":
+        if whole is not None and "zigzag" in getattr(whole.meta.get(STRATEGY), "note", ""):
+            back = "back" if after else "for an early and a late one"
+            return f"{operator} is causal: half blocks of rows are exchanged {back}, so that all ranks have equal work"
         if after:
             return f"{operator} is done: heads are exchanged back for tokens"
         return f"{operator} needs every token: {what} exchange tokens for heads"

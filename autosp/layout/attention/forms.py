@@ -90,6 +90,11 @@ class Form:
         return True
 
     @property
+    def is_causal(self) -> bool:
+        """For certain a query sees no later key, and how far back it sees is not bounded."""
+        return False
+
+    @property
     def is_plain(self) -> bool:
         """Every query sees every key, and nothing changes the scores."""
         return False
@@ -136,6 +141,10 @@ class SdpaForm(Form):
         return bool(self.call["is_causal"]) or self.call.get("attn_mask") is not None
 
     @property
+    def is_causal(self) -> bool:
+        return bool(self.call["is_causal"])
+
+    @property
     def is_plain(self) -> bool:
         return not self.may_be_causal and self.dropout == 0
 
@@ -166,6 +175,11 @@ class SdpaForm(Form):
 
 class BlockForm(Form):
     """``autosp::block_attention``: attention whose mask or bias is a program."""
+
+    @property
+    def is_causal(self) -> bool:
+        low, high = self.call["bounds"]
+        return isinstance(low, int) and low >= 0 and isinstance(high, int) and high >= _UNBOUNDED
 
     def why_not_blocks(self) -> str:
         return ""
