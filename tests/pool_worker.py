@@ -7,6 +7,7 @@ once, so that ranks which wait for it fail too instead of hanging.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -153,12 +154,14 @@ _modules_kept = 0
 
 
 def _keep_imports() -> None:
-    """What imports have made stays for good, and no collection need walk it: half a second of every call otherwise.
+    """What imports have made stays for good, and no collection need walk it: a quarter of a second of every call.
 
     Done only when much was imported, and after a collection: what is kept is never collected if it becomes garbage.
     """
     global _modules_kept
     if len(sys.modules) - _modules_kept >= 100:
+        if not _modules_kept:
+            atexit.register(gc.unfreeze)  # extension modules report what is not let go of at the end
         gc.freeze()
         _modules_kept = len(sys.modules)
 
