@@ -29,7 +29,7 @@ def packed(length: int, rows: int = 1) -> dict[str, Any]:
 def run_flash(
     rank_info: Any, name: str, version: int, batches: list[dict[str, Any]], changes: dict[str, Any]
 ) -> list[parity.Result]:
-    changes = {**changes, "num_hidden_layers": 1, "attn_implementation": f"flash_attention_{version}"}
+    changes = {"num_hidden_layers": 1, **changes, "attn_implementation": f"flash_attention_{version}"}
     with flash_stand_in.installed():
         return parity.run_model(
             rank_info, functools.partial(zoo.build, name, **changes), batches, config=parity.AOT_EAGER
@@ -41,7 +41,7 @@ CASES = {
     "window": ("mistral", [zoo.batch(17)], {}),
     "heads that are padded": ("llama", [zoo.batch(16)], {"head_dim": 4}),
     "packed": ("llama", [packed(17)], {}),
-    "packed, two lengths": ("llama", [packed(16), packed(17)], {}),
+    "packed, two lengths and layers": ("llama", [packed(16), packed(17)], {"num_hidden_layers": 2}),
 }
 
 
