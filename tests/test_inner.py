@@ -151,6 +151,51 @@ def backward_graph() -> torch.fx.Graph:
     return graph
 
 
+def generated(gpu_like: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Inductor writes for the forward and the backward of a checkpointed Llama."""
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    from autosp import inner
+    from autosp.backend import autosp_backend
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(inner, "frees_at_once", lambda examples: gpu_like)
+    compiled = torch.compile(checkpointed_llama(), backend=autosp_backend)
+    with fresh_cache():
+        _, code = run_and_get_code(lambda: compiled(**autosp.prepare_batch(zoo.batch(64))).loss.backward())
+    return code
+
+
+@pytest.mark.slow
+def test_on_a_gpu_no_freed_buffer_waits_for_a_later_one(
+    fake_ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+):
+    """Only an operator's own operand is written over, which is free at that moment."""
+    fake_ranks(2)
+    autosp.initialize({"autosp": {"verify": "compile"}})
+    kept, freed = (generated(gpu_like, monkeypatch) for gpu_like in (False, True))
+    assert len(kept) == len(freed) == 2
+    frees = [sum(text.count("\n        del buf") for text in code) for code in (kept, freed)]
+    assert frees[1] > frees[0] + 20
+
+
+def test_freed_buffers_go_back_where_lengths_differ_on_a_gpu():
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    from autosp.inner import frees_at_once
+
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    mode, real = FakeTensorMode(shape_env=ShapeEnv()), torch.empty(16)
+    length = mode.from_tensor(real, symbolic_context=dynamic, source=ConstantSource("length"))
+    with mode:
+        weight = torch.empty(8, device="cuda")
+    assert frees_at_once([weight, length])
+    assert not frees_at_once([weight])
+    assert not frees_at_once([length])
+
+
 def test_sums_of_gradients_are_joined_between_exchanges():
     graph = backward_graph()
     before = [node.target for node in graph.nodes if node.op == "call_function"]
