@@ -51,7 +51,9 @@ def across_a_break(rank_info: RankInfo, lengths: list[int]) -> list[parity.Resul
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="before torch 2.13 a DTensor subclass cannot trace as its whole")
-@pytest.mark.parametrize(("world_size", "lengths"), [(2, [16, 24, 17, 7]), (3, [17])])
+@pytest.mark.parametrize(
+    ("world_size", "lengths"), [(2, [16, 24, 17, 7]), pytest.param(3, [17], marks=pytest.mark.slow)]
+)
 def test_a_graph_break_in_the_middle(ranks: RankPool, world_size: int, lengths: list[int]) -> None:
     for results in ranks.run(across_a_break, lengths, world_size=world_size):
         for result in results:

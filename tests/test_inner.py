@@ -102,6 +102,7 @@ def checkpointed_llama() -> torch.nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_exact_where_checkpointing_keeps_attention(ranks: RankPool):
     config = {"autosp": {"inner_backend": "aot_eager", "checkpointing_keeps": "attention", "token_tiles": 2}}
     batches = [zoo.batch(17)]
