@@ -79,6 +79,9 @@ def _describe(
     attention = _attention(there, given)
     if attention is not None:
         return attention
+    size = _size_read_by(forward) or _size_read_by(backward)
+    if size:
+        return {"kind": "unknown", "reason": f"{size} of a tensor inside it would be a rank's own: pass it as a number"}
     reason = _not_elementwise(there)
     if reason:
         return {"kind": "unknown", "reason": f"its forward has {reason}"}
@@ -95,6 +98,22 @@ def _describe(
 def _aten(body: fx.GraphModule, args: Sequence[Any]) -> fx.Graph:
     with disable_proxy_modes_tracing():
         return reenter_make_fx(body)(*args).graph
+
+
+def _size_read_by(body: fx.GraphModule) -> str:
+    """What a body reads of a tensor's sizes, where that is not one number for good; empty when nothing."""
+    for node in body.graph.nodes:
+        if not node.op.startswith("call_") or not _has_symbols(node.meta.get("example_value")):
+            continue
+        if any(isinstance(x.meta.get("example_value"), Tensor) for x in node.all_input_nodes):
+            return f"{node.target if isinstance(node.target, str) else node.target.__name__}()"
+    return ""
+
+
+def _has_symbols(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_symbols, value))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _not_elementwise(graph: fx.Graph) -> str:

@@ -9,12 +9,22 @@ its place.
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.utils._pytree import tree_map_only
 
+from .errors import UnsupportedGraphError
+from .location import user_location
+
+_WRITES = (
+    operator.setitem,
+    *(getattr(operator, n) for n in dir(operator) if n.startswith("i") and hasattr(operator, n[1:])),
+)
 _RAISES, _LOWERS = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
@@ -31,9 +41,47 @@ class Region:
         """Trace the region below dispatch, run what it came to under the trace at hand: from the values of ``inputs``
         to those of ``outputs``.
         """
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in given):
+            self._refuse_writes_without_gradient()
         with disable_proxy_modes_tracing():
-            plain = make_fx(fx.Interpreter(self.body).run)(*given)
+            plain = make_fx(_RegionInterpreter(self.body).run)(*given)
         return dict(zip(self.outputs, fx.Interpreter(plain).run(*given), strict=True))
+
+    def _refuse_writes_without_gradient(self) -> None:
+        """Under no_grad what is written keeps the gradient of what was there before, which no operator can say."""
+        outside = within = torch.is_grad_enabled()
+        for node in self.nodes:
+            if node.target is torch._C._set_grad_enabled:
+                within = bool(node.args[0])
+            elif outside and not within and _writes(node):
+                raise UnsupportedGraphError(
+                    "a value is written in place under no_grad and vmap",
+                    operator=str(node.target),
+                    location=user_location(node),
+                    remedy="write it out of place",
+                )
+
+
+def _writes(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.target in _WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+class _RegionInterpreter(fx.Interpreter):
+    """Below dispatch nothing says whether a gradient is wanted: what a region computes under no_grad is detached."""
+
+    def __init__(self, body: fx.GraphModule) -> None:
+        super().__init__(body)
+        self._wants_gradients = torch.is_grad_enabled()
+
+    def run_node(self, n: fx.Node) -> Any:
+        operands = [self.env[node] for node in n.all_input_nodes]
+        result = super().run_node(n)
+        if torch.is_grad_enabled() or not self._wants_gradients or not n.op.startswith("call_"):
+            return result
+        if any(result is x for x in operands):
+            return result  # a cast or copy that was none: the operand itself, gradient and all
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
 
 def vmap_regions(gm: fx.GraphModule) -> dict[fx.Node, Region]:

@@ -100,6 +100,19 @@ class First(torch.autograd.Function):
         return None, grad * (1 - torch.tanh(other) ** 2)
 
 
+class OverLength(torch.autograd.Function):
+    """Divides by a size of its operand, which on a shard is another."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.length = x.shape[1]
+        return x / x.numel()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.length
+
+
 class Flash(torch.autograd.Function):
     """FlashAttention's operator with something else done to its operands."""
 
@@ -149,6 +162,7 @@ UNKNOWN: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "running sum": (lambda model, x: RunningSum.apply(x), "its forward has aten.cumsum.default"),
     "pushed": (lambda model, x: Pushed.apply(x), "other than zero where the gradient of its result is"),
     "first": (lambda model, x: x + First.apply(x, x[:, :, :1]), "results are smaller than its operands"),
+    "length": (lambda model, x: x + OverLength.apply(x), "of a tensor inside it would be a rank's own"),
     "wrapped": (_wrapped, "is done to its arguments or its result"),
 }
 REFUSED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
@@ -217,7 +231,7 @@ def refusals(rank_info: Any) -> dict[str, dict[str, str]]:
     found = {}
     for name in (*UNKNOWN, *REFUSED):
         torch._dynamo.reset()
-        compiled = torch.compile(Model(name), backend="autosp")
+        compiled = torch.compile(Model(name), backend="autosp", dynamic=name == "length" or None)
         found[name] = told(lambda compiled=compiled: compiled(**autosp.prepare_batch(toys.batch(16))))
     return found
 

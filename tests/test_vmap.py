@@ -11,9 +11,19 @@ import toys
 from pool import RankPool
 from torch import nn
 
+from autosp.errors import UnsupportedGraphError
+from autosp.vmap_capture import vmap_regions
+
 
 def _scaled(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.tanh(row * weight) + row.square().mean()
+
+
+def _scaled_by_constant(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The factor is made of the row, and no gradient goes through it."""
+    with torch.no_grad():
+        factor = (row.contiguous() * weight).square().sum()
+    return row * factor + row.tanh()
 
 
 class Mapped(nn.Module):
@@ -28,6 +38,7 @@ class Mapped(nn.Module):
         if self.how == "tokens":
             x = self.toy.hidden(input_ids, None, None, None)
             x = torch.vmap(torch.vmap(_scaled, (0, None)), (0, None))(x, self.weight)
+            x = torch.vmap(torch.vmap(_scaled_by_constant, (0, None)), (0, None))(x, self.weight)
             logits = self.toy.head(x)
             return toys.Out(toys.pad_slice(self.toy, logits, labels), logits)
         places = torch.arange(input_ids.shape[1])
@@ -44,3 +55,21 @@ def test_values_and_gradients_under_vmap(ranks: RankPool, how: str):
     for results in ranks.run(run_mapped, how, timeout=200):
         for result in results:
             result.check()
+
+
+def test_a_write_under_no_grad_is_refused():
+    """Eager keeps the gradient of what was there before; the operators of a region cannot say so."""
+
+    def write(row: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            row.mul_(2)
+        return row
+
+    def inspect(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        region = next(iter(vmap_regions(gm).values()))
+        with pytest.raises(UnsupportedGraphError, match="in place under no_grad and vmap"):
+            region.run([torch.ones(2, 3, requires_grad=True) * 1])
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: torch.vmap(write)(x * 1), backend=inspect)(torch.ones(2, 3, requires_grad=True))

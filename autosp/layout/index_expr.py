@@ -121,8 +121,8 @@ def affine_of(node: Any) -> Affine | None:
     value = node.meta.get("val")
     if isinstance(value, (int, torch.SymInt)):
         return Affine.of({}, value)
-    if not isinstance(value, torch.Tensor) or value.dtype.is_floating_point or value.dtype == torch.bool:
-        return None
+    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
+        return None  # positions and their differences leave the range of narrower integers
     form = _affine_call(node)
     return None if form is None else _drop_unit(form, value.shape)
 
