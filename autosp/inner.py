@@ -81,7 +81,7 @@ def frees_at_once(examples: list[Any]) -> bool:
 
     Inductor keeps a freed buffer where a later one is as large, unless that raises the peak *at the length that it
     compiles with*. At a longer one it may: the wide values of a layer, compiled at 16k tokens, lay there until the next
-    layer and raised the peak at 64k by a fifth. A GPU's allocator gives the same block again at no cost.
+    layer and raised the peak of long ones by a third. A GPU's allocator gives the same block again at no cost.
     """
     tensors = [x for x in examples if isinstance(x, torch.Tensor)]
     dynamic = any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
