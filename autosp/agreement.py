@@ -70,6 +70,20 @@ def agree(state: AutoSPState, kind: str, payload: bytes | Mapping[str, bytes], *
     raise RankMismatchError(_describe(state, reports))
 
 
+def about(tensor: torch.Tensor) -> bytes:
+    """Dtype and shape, as a payload."""
+    return f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+
+
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """Digest of dtype, shape and content; waits for the tensor's device."""
+    plain = tensor.detach().to("cpu").contiguous()
+    digest = hashlib.sha256(about(plain))
+    if plain.numel():
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()
+
+
 def largest(state: AutoSPState, kind: str, value: float) -> float:
     """The largest ``value`` of the ranks that check one another. Collective, as `agree` is.
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from autosp import mesh
+from autosp.agreement import digest_of
 from autosp.errors import InputError, RankMismatchError
 from autosp.mesh import AutoSPState
 
@@ -295,9 +296,7 @@ def _digest(batch: Any) -> str:
             found.update(_digest(dict(leaf)).encode())
             continue
         if isinstance(leaf, torch.Tensor):
-            plain = leaf.detach().to("cpu").contiguous()
-            found.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-            found.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+            found.update(digest_of(leaf))
         elif isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biufc":
             found.update(f"{leaf.dtype}{leaf.shape}".encode())
             found.update(leaf.tobytes())

@@ -4,7 +4,6 @@ inputs and, at the first step, hold the same weights.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .agreement import agree
+from .agreement import about, agree, digest_of
 from .errors import InputError
 from .layout.axis import Axis
 from .layout.outputs import OutputSpec
@@ -30,10 +29,6 @@ class Checked:
     key: str
 
 
-def _about(tensor: torch.Tensor) -> bytes:
-    return f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-
-
 class InputDigests:
     """Digests of the checked inputs of one step: dtype, shape and content.
 
@@ -45,10 +40,9 @@ class InputDigests:
         self._tensors = {item.key: args[item.index].detach() for item in checked}
         self.late = any(copies_behind(tensor) for tensor in self._tensors.values())
         self._host = {key: self._copy(tensor) for key, tensor in self._tensors.items()}
-        self._copied = None
-        if any(tensor.is_cuda for tensor in self._tensors.values()):
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        # The stream of the tensor's own device, which need not be the current one.
+        devices = {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cuda:
@@ -57,19 +51,13 @@ class InputDigests:
 
     def shapes(self) -> dict[str, bytes]:
         """Dtype and shape alone, known without waiting."""
-        return {key: _about(tensor) for key, tensor in self._tensors.items()}
+        return {key: about(tensor) for key, tensor in self._tensors.items()}
 
     def whole(self) -> dict[str, bytes]:
         """Everything; waits for the copies."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        payload = {}
-        for key, tensor in self._host.items():
-            plain = tensor.contiguous()
-            digest = hashlib.sha256(_about(plain))
-            digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
-            payload[key] = digest.digest()
-        return payload
+        for event in self._copied:
+            event.synchronize()
+        return {key: digest_of(tensor) for key, tensor in self._host.items()}
 
 
 def copies_behind(tensor: torch.Tensor) -> bool:

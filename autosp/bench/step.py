@@ -178,7 +178,7 @@ def _measure(settings: StepSettings, model: Any, step: Step, length: int, device
         return row
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times = []
+    times, compiled = [], False
     for number in range(1 if settings.once else settings.steps + 1):
         model.zero_grad(set_to_none=True)
         _wait(device)
@@ -188,13 +188,14 @@ def _measure(settings: StepSettings, model: Any, step: Step, length: int, device
         times.append(time.perf_counter() - start)
         if number == 0:
             row.loss = float(loss)
-            if not settings.once or _graphs() > graphs:
+            compiled = _graphs() > graphs
+            if not settings.once or compiled:
                 row.first_step_seconds = times.pop()
     if times:
         row.seconds = statistics.median(times)
         row.tokens_per_second_per_gpu = length / row.seconds / ranks
     row.peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    if settings.method == OURS:
+    if settings.method == OURS and compiled:
         from autosp.backend import compile_times
 
         row.own_seconds, row.waiting_seconds = compile_times().get("autosp_s"), compile_times().get("waiting_s")
