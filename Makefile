@@ -1,17 +1,27 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Small cases, which the default tier runs without AOTAutograd.
-CASES := $(addprefix tests/test_,attention_cases.py edges.py fuse_linear_cross_entropy.py loss_cases.py masks.py shapes.py)
+# Files with cases that the default tier runs without AOTAutograd.
+CASES := $(addsuffix .py,$(addprefix tests/test_,attention_cases attention_models attention_strategies backend boundaries \
+	docs edges flash_attention fuse_linear_cross_entropy loss_cases masks models register_attention shapes \
+	vocab_head_compile zigzag))
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-slow lint setup clean
+.PHONY: demo test test-processes test-alone test-slow lint setup clean
 
 demo: setup
 	$(BIN)/autosp train
 
+# Two runs beside each other: tests that start several processes, one after another, and those of a single process,
+# which would leave cores idle.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(MAKE) --no-print-directory -j2 test-processes test-alone
+
+test-processes: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "processes and not slow"
+
+test-alone: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not processes and not slow"
 
 test-slow: setup
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test,real-model]'

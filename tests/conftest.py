@@ -11,6 +11,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from pool import RankPool, fake_group
 
+# Fixtures that give a pool of rank processes.
+POOLS = {"ranks", "fresh_ranks"}
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("AUTOSP_TEST_REPEATS"):
@@ -19,11 +22,25 @@ def pytest_configure(config: pytest.Config) -> None:
         repeats_check.start()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if POOLS.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("processes")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """The rank processes of this test run; see `pool.RankPool.run`."""
     with RankPool() as pool:
         yield pool
+
+
+@pytest.fixture
+def inner(request: pytest.FixtureRequest) -> str:
+    """The inner backend of a test that shows what the passes make: AOTAutograd in the slow tier or when asked for."""
+    slow = request.node.get_closest_marker("slow")
+    return os.environ.get("AUTOSP_TEST_INNER", "aot_eager" if slow else "eager")
 
 
 @pytest.fixture

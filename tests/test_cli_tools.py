@@ -260,6 +260,7 @@ def test_the_table_of_a_failed_row() -> None:
 # --- with real processes
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_check_finds_a_wrong_rule_and_tells_of_a_refusal(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "COLUMNS": "200"}
@@ -274,6 +275,7 @@ def test_check_finds_a_wrong_rule_and_tells_of_a_refusal(tmp_path: Path) -> None
         assert row["verdict"] == {"good": "ok", "wrong": "MISMATCH", "refused": "refused"}[name]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "code"),

@@ -131,6 +131,7 @@ def test_a_resumed_run_continues_the_same_curve(alone: SimpleNamespace) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(2 * TIMEOUT)
 def test_two_groups_under_torchrun_train_like_one_with_both_batches(
     tmp_path: Path, tiny: list[str], alone: SimpleNamespace
@@ -167,6 +168,7 @@ def check_saved(run: Path, step: int) -> None:
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(3 * TIMEOUT)
 def test_two_processes_ctrl_c_saves_and_a_killed_rank_ends_the_other(tmp_path: Path, tiny: list[str]) -> None:
     run = tmp_path / "run"

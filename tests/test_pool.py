@@ -98,6 +98,7 @@ def test_a_dtensor_result_is_refused(ranks: RankPool) -> None:
         ranks.run(returns_dtensor)
 
 
+@pytest.mark.processes
 def test_a_time_limit_shows_every_stack_and_the_pool_recovers() -> None:
     with RankPool() as pool:
         pool.run(total, torch.ones(1))
@@ -108,6 +109,7 @@ def test_a_time_limit_shows_every_stack_and_the_pool_recovers() -> None:
         assert pool.run(total, torch.ones(1))[0][0].item() == 3
 
 
+@pytest.mark.processes
 def test_a_rank_that_dies_is_named_with_its_output() -> None:
     with RankPool() as pool:
         with pytest.raises(RankFailure, match="exit code 7") as caught:

@@ -234,7 +234,9 @@ def test_keys_tell_apart_what_traces_differ_in():
     assert keys.of(Shard(0, 4, 4)) == keys.of(Shard(0, 4, 4))
 
 
-@pytest.mark.parametrize("value", [object(), scaled, torch.Generator(), iter(())], ids=str)
+@pytest.mark.parametrize(
+    "value", [object(), scaled, torch.Generator(), iter(())], ids=["object", "function", "generator", "iterator"]
+)
 def test_values_of_unknown_kinds_have_no_key(value: Any):
     with pytest.raises(Unkeyed):
         Keys().of(value)

@@ -294,6 +294,7 @@ def kernels_body(info):
     return shards_body(info, [11, 0, 6], 0, True, False)
 
 
+@pytest.mark.processes
 def test_shards_on_the_kernels(monkeypatch):
     pytest.importorskip("triton")
     from pool import RankPool
