@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 # The many small cases show what the passes make and what the operators' adjoints give, for which running the local
-# program as it is suffices, in half the time. The models and the slow tier go through AOTAutograd.
+# program as it is suffices, in half the time. One model of each kind, the engines and the slow tier go through
+# AOTAutograd, and `make test-slow` sends the cases through it as well.
 INNER = os.environ.get("AUTOSP_TEST_INNER", "eager")
 CASE = {"autosp": {"inner_backend": INNER}}
 AOT_EAGER = {"autosp": {"inner_backend": "aot_eager"}}

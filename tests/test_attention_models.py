@@ -38,8 +38,8 @@ def packed(length: int, first: int = 7) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=slow), 3, pytest.param(4, marks=slow)])
-def test_nine_heads_over_any_group(ranks: RankPool, world: int):
-    check(ranks, "smollm2", world, [zoo.batch(17)])
+def test_nine_heads_over_any_group(ranks: RankPool, inner: str, world: int):
+    check(ranks, "smollm2", world, [zoo.batch(17)], inner_backend=inner)
 
 
 @pytest.mark.parametrize(

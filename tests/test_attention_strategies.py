@@ -24,11 +24,17 @@ MASKS = ["is_causal", *masked_toys.MASKS]
 
 
 def check(
-    ranks: RankPool, mask: str, strategy: str, world: int, lengths: tuple[int, ...] = (16, 17), **model: Any
+    ranks: RankPool,
+    mask: str,
+    strategy: str,
+    world: int,
+    lengths: tuple[int, ...] = (16, 17),
+    inner: str = "aot_eager",
+    **model: Any,
 ) -> None:
     batches = [masked_toys.batch(n, packed=mask == "document") for n in lengths]
     build = functools.partial(masked_toys.build, mask, **model)
-    config = {"autosp": {"inner_backend": "aot_eager", "attention": strategy}}
+    config = {"autosp": {"inner_backend": inner, "attention": strategy}}
     for results in ranks.run(parity.run_model, build, batches, config=config, world_size=world, timeout=300):
         for result in results:
             result.check()
@@ -46,8 +52,8 @@ def check(
         ),
     ],
 )
-def test_masks(ranks: RankPool, mask: str, strategy: str, world: int):
-    check(ranks, mask, strategy, world, lengths=(17,) if world == 4 else (16, 17))
+def test_masks(ranks: RankPool, inner: str, mask: str, strategy: str, world: int):
+    check(ranks, mask, strategy, world, lengths=(17,) if world == 4 else (16, 17), inner=inner)
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "allgather_kv", "ring", pytest.param("hybrid", marks=slow)])

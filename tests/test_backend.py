@@ -170,7 +170,7 @@ class ModuleAttention(nn.Module):
 def module_attention(rank_info: RankInfo) -> list[parity.Result]:
     import autosp
 
-    autosp.initialize({"autosp": {"inner_backend": "aot_eager"}})
+    autosp.initialize(parity.CASE)
     results = []
     for average, length in ((True, 16), (False, 17)):
         torch.manual_seed(0)

@@ -279,14 +279,14 @@ def test_printed_graphs_come_from_a_run(
     assert shown == len(re.findall(r"^```text", page.read_text(encoding="utf-8"), re.M))
 
 
-def run_example(rank_info: RankInfo, length: int) -> tuple[float, float, float]:
-    autosp.initialize({"autosp": {"inner_backend": "aot_eager"}}, device_type="cpu")
+def run_example(rank_info: RankInfo, length: int, inner: str) -> tuple[float, float, float]:
+    autosp.initialize({"autosp": {"inner_backend": inner}}, device_type="cpu")
     return example().compare(length)
 
 
 @pytest.mark.parametrize(("world_size", "length"), [pytest.param(2, 33, marks=pytest.mark.slow), (3, 7)])
-def test_the_example_of_a_rule_is_exact(ranks: RankPool, world_size: int, length: int) -> None:
-    for found, expected, worst in ranks.run(run_example, length, world_size=world_size, timeout=240):
+def test_the_example_of_a_rule_is_exact(ranks: RankPool, inner: str, world_size: int, length: int) -> None:
+    for found, expected, worst in ranks.run(run_example, length, inner, world_size=world_size, timeout=240):
         assert abs(found - expected) <= 1e-5 * abs(expected)
         assert worst <= 1e-5
 

@@ -27,13 +27,12 @@ def packed(length: int, rows: int = 1) -> dict[str, Any]:
 
 
 def run_flash(
-    rank_info: Any, name: str, version: int, batches: list[dict[str, Any]], changes: dict[str, Any]
+    rank_info: Any, name: str, version: int, batches: list[dict[str, Any]], changes: dict[str, Any], inner: str
 ) -> list[parity.Result]:
     changes = {"num_hidden_layers": 1, **changes, "attn_implementation": f"flash_attention_{version}"}
     with flash_stand_in.installed():
-        return parity.run_model(
-            rank_info, functools.partial(zoo.build, name, **changes), batches, config=parity.AOT_EAGER
-        )
+        config = {"autosp": {"inner_backend": inner}}
+        return parity.run_model(rank_info, functools.partial(zoo.build, name, **changes), batches, config=config)
 
 
 CASES = {
@@ -53,8 +52,8 @@ CASES = {
         for version in (2, 3)
     ],
 )
-def test_flash_attention_by_name(ranks: RankPool, case: str, version: int):
+def test_flash_attention_by_name(ranks: RankPool, inner: str, case: str, version: int):
     name, batches, changes = CASES[case]
-    for results in ranks.run(run_flash, name, version, batches, changes, timeout=300):
+    for results in ranks.run(run_flash, name, version, batches, changes, inner, timeout=300):
         for result in results:
             result.check()

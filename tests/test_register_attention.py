@@ -40,25 +40,25 @@ class Kernel(nn.Module):
         return toys.Out(toys.pad_slice(toy, logits, labels), logits)
 
 
-def run_kernel(rank_info: Any, varlen: bool, strategy: str) -> list[parity.Result]:
+def run_kernel(rank_info: Any, varlen: bool, strategy: str, inner: str) -> list[parity.Result]:
     kernel_attention.register()
     rows = 1 if varlen else 2
     more = {"starts": torch.tensor([0, 5, 12])} if varlen else {}
     batches = [{**toys.batch(n, rows=rows), **more} for n in (16, 17)]
-    config = {"autosp": {"inner_backend": "aot_eager", "attention": strategy}}
+    config = {"autosp": {"inner_backend": inner, "attention": strategy}}
     return parity.run_model(rank_info, lambda: Kernel(varlen), batches, config=config)
 
 
 @pytest.mark.parametrize("varlen", [pytest.param(False, marks=pytest.mark.slow), True], ids=["rows", "packed"])
-def test_a_kernel_attends_with_a_block_of_heads(ranks: RankPool, varlen: bool):
-    for results in ranks.run(run_kernel, varlen, "auto", timeout=240):
+def test_a_kernel_attends_with_a_block_of_heads(ranks: RankPool, inner: str, varlen: bool):
+    for results in ranks.run(run_kernel, varlen, "auto", inner, timeout=240):
         for result in results:
             result.check()
 
 
 def run_refused(rank_info: Any) -> str:
     try:
-        run_kernel(rank_info, False, "ring")
+        run_kernel(rank_info, False, "ring", "eager")
     except Exception as error:
         return str(error)
     return ""

@@ -78,8 +78,8 @@ def run_toy(
         against_dense(model, reference, out.loss, dense.loss)
 
 
-def test_tokens_and_vocabulary_are_sharded_together(ranks: RankPool) -> None:
-    ranks.run(run_toy, 2, [9], world_size=4)
+def test_tokens_and_vocabulary_are_sharded_together(ranks: RankPool, inner: str) -> None:
+    ranks.run(run_toy, 2, [9], world_size=4, inner_backend=inner)
 
 
 @pytest.mark.parametrize("options", [{"outputs": "full"}, {"backend": "fused_linear"}], ids=str)

@@ -78,10 +78,10 @@ def test_causal_attention_alone_takes_it():
         ),
     ],
 )
-def test_a_zigzag_ring_is_exact(ranks: RankPool, mask: str, world: int, lengths: tuple[int, ...]):
+def test_a_zigzag_ring_is_exact(ranks: RankPool, inner: str, mask: str, world: int, lengths: tuple[int, ...]):
     batches = [masked_toys.batch(n, packed=mask == "document") for n in lengths]
     build = functools.partial(masked_toys.build, mask)
-    config = {"autosp": {"inner_backend": "aot_eager", "attention": "ring"}}
+    config = {"autosp": {"inner_backend": inner, "attention": "ring"}}
     for results in ranks.run(parity.run_model, build, batches, config=config, world_size=world, timeout=300):
         for result in results:
             result.check()
