@@ -202,7 +202,7 @@ def _copy_placeholder_meta(old: fx.Node, new: fx.Node) -> None:
 
 
 def _refuse_baked_constants(traced: fx.GraphModule) -> None:
-    """A value computed under a transform that tracing cannot see (vmap) turns into a constant of one example:
+    """A value computed under a transform that tracing cannot see turns into a constant of one example:
     refuse.
     """
     for node in traced.graph.nodes:
@@ -216,5 +216,5 @@ def _refuse_baked_constants(traced: fx.GraphModule) -> None:
                 f"a value of shape {tuple(value.shape)} was baked into the graph as a constant",
                 operator=str(node.target),
                 location=user_location(next(iter(node.users), node)),
-                remedy="compute it outside vmap, or pass it to the model as an input",
+                remedy="compute it outside the transform (vmap, torch.func), or pass it to the model as an input",
             )

@@ -22,13 +22,14 @@ from .errors import UnsupportedGraphError
 from .layout.attention.kernels import find_kernel
 from .layout.call import bind_arguments
 from .layout.elementwise import is_elementwise
+from .layout.placement import known_equal
 
 # Results are zero where an operand is; of the last ones, where the first operand is; of sums, where all operands are.
 _PRODUCTS = frozenset(("aten::mul", "aten::__and__", "aten::bitwise_and", "aten::logical_and"))
 _FIRST = frozenset(
     f"aten::{name}"
     for name in ("div", "neg", "to", "_to_copy", "clone", "detach", "alias", "lift_fresh_copy", "abs", "sign",
-                 "masked_fill", "relu", "tanh", "sin", "tan", "asinh", "atan", "erf", "expm1", "log1p", "sqrt")
+                 "masked_fill", "view_as", "relu", "tanh", "sin", "tan", "asinh", "atan", "erf", "expm1", "log1p", "sqrt")
 )  # fmt: skip
 _SUMS = frozenset(f"aten::{name}" for name in ("add", "sub", "rsub", "where", "maximum", "minimum"))
 # What may lie between the arguments of a function and its attention operator: they keep tokens and heads.
@@ -123,9 +124,17 @@ def _not_elementwise(graph: fx.Graph) -> str:
             return f"the constant {node.target}"
         if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
             continue
-        if not is_elementwise(node.target):
+        if not is_elementwise(node.target) and not _is_identity(node):
             return str(node.target)
     return ""
+
+
+def _is_identity(node: fx.Node) -> bool:
+    """``x.view_as(y)`` with a ``y`` of the shape of ``x``, which it is on a shard as well."""
+    if node.target is not torch.ops.aten.view_as.default:
+        return False
+    shapes = [x.meta["val"].shape for x in node.args]  # type: ignore[union-attr]
+    return len(shapes[0]) == len(shapes[1]) and all(map(known_equal, *shapes))
 
 
 def _vanishes(graph: fx.Graph, gradients: int) -> bool:
@@ -174,9 +183,16 @@ def _attention(graph: fx.Graph, given: list[Any]) -> dict[str, Any] | None:
     by_head = [places.get(_origin(bound[name])) for name in kernel.by_head if bound.get(name) is not None]
     if None in by_head:
         return {"kind": "unknown", "reason": f"{', '.join(kernel.by_head)} of {node.target} are made inside"}
+    other = next((name for name in bound if _is_tensor(bound[name]) and not kernel.knows(name)), None)
+    if other is not None:
+        return {"kind": "unknown", "reason": f"{node.target} takes {other}, of which a part would be a rank's"}
     dropout = bound.get(kernel.dropout) if kernel.dropout else 0.0
     described = {"kind": "attention", "operator": str(node.target), "layout": kernel.layout_of(bound)}
     return {**described, "operands": list(operands.values()), "by_head": by_head, "dropout": bool(dropout)}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor)
 
 
 def _first_result(graph: fx.Graph) -> Any:

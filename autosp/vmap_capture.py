@@ -1,9 +1,9 @@
-"""Regions under ``vmap`` in a Dynamo graph, as the plain operators that they come to.
+"""Regions under ``vmap``, ``grad``, ``vjp`` or ``jvp`` in a Dynamo graph, as the plain operators that they come to.
 
-Dynamo writes ``vmap`` as calls that raise and lower a level, with tensors of that level between. A pre-dispatch trace
+Dynamo writes these as calls that raise and lower a level, with tensors of that level between. A pre-dispatch trace
 cannot see such tensors and would bake what is computed from them into the graph as constants of one example. Below
-dispatch they are plain tensors of one dimension more: there a region is traced first, and what it came to is run in
-its place.
+dispatch they are plain tensors (under ``vmap`` of one dimension more), and derivatives are operators: there a region is
+traced first, and what it came to is run in its place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _WRITES = (
     operator.setitem,
     *(getattr(operator, n) for n in dir(operator) if n.startswith("i") and hasattr(operator, n[1:])),
 )
-_RAISES, _LOWERS = "_vmap_increment_nesting", "_vmap_decrement_nesting"
+_RAISES = ("_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting")
+_PULLS = "_autograd_grad"
+_LOWERS = ("_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,22 @@ class Region:
             self._refuse_writes_without_gradient()
         with disable_proxy_modes_tracing():
             plain = make_fx(_RegionInterpreter(self.body).run)(*given)
+        self._refuse_detached_derivative(plain)
         return dict(zip(self.outputs, fx.Interpreter(plain).run(*given), strict=True))
+
+    def _refuse_detached_derivative(self, plain: fx.GraphModule) -> None:
+        """Autograd detaches the results that it saves. A trace looks through that, so what is left was detached by the
+        model; where it is not certain which of the two it was, a second derivative would be missing.
+        """
+        at = next((node for node in self.nodes if _name(node) == _PULLS), None)
+        left = plain.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
+        if at is not None and any(node.users for node in left):
+            raise UnsupportedGraphError(
+                "a value is detached where the model differentiates within its forward (torch.func.grad, vjp, jacrev)",
+                operator="aten.detach.default",
+                location=user_location(at),
+                remedy="write the derivative out as operators, or detach the value before",
+            )
 
     def _refuse_writes_without_gradient(self) -> None:
         """Under no_grad what is written keeps the gradient of what was there before, which no operator can say."""
@@ -85,21 +102,28 @@ class _RegionInterpreter(fx.Interpreter):
 
 
 def vmap_regions(gm: fx.GraphModule) -> dict[fx.Node, Region]:
-    """Each node inside a region with its region; nested ones are one."""
+    """Each node inside a region with its region; nested ones are one. A region of ``vjp`` reaches to its pullbacks."""
     found: dict[fx.Node, Region] = {}
     inside: list[fx.Node] = []
     level = 0
+    pulls = sum(_name(node) == _PULLS for node in gm.graph.nodes)  # a pullback is called after its level is lowered
+    differentiates = False
     for node in gm.graph.nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        level += name == _RAISES
-        if level:
+        name = _name(node)
+        level += name in _RAISES
+        level -= name in _LOWERS
+        pulls -= name == _PULLS
+        differentiates = differentiates or name == _RAISES[1]
+        if level or inside or name in _LOWERS:
             inside.append(node)
-        if name == _LOWERS:
-            level -= 1
-            if level == 0:
-                found.update(dict.fromkeys(inside, _region(gm, inside)))
-                inside = []
+        if inside and level == 0 and not (differentiates and pulls):
+            found.update(dict.fromkeys(inside, _region(gm, inside)))
+            inside, differentiates = [], False
     return found
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
 def _region(gm: fx.GraphModule, nodes: list[fx.Node]) -> Region:

@@ -129,3 +129,53 @@ class WrittenOut(nn.Module):
 def test_attention_written_out(ranks: RankPool, world: int, sinks: bool):
     build = functools.partial(WrittenOut, sinks)
     check_all(ranks.run(parity.run_model, build, [toys.batch(16), toys.batch(17)], world_size=world))
+
+
+class TalkingHeads(nn.Module):
+    """Attention written out with a layer over the heads before the softmax and after it, as layer or as product."""
+
+    def __init__(self, kind: str, heads: int) -> None:
+        super().__init__()
+        self.toy = toys.build(heads=heads, kv_heads=heads)
+        torch.manual_seed(3)
+        self.before, self.after = nn.Linear(heads, heads, bias=False), nn.Linear(heads, heads)
+        self.kind, self.heads = kind, heads
+
+    def mix(self, layer: nn.Linear, scores: torch.Tensor) -> torch.Tensor:
+        if self.kind == "einsum":
+            return torch.einsum("bhqk,gh->bgqk", scores, layer.weight)
+        if self.kind == "flat":
+            rows, heads, length, keys = scores.shape
+            flat = scores.permute(1, 0, 2, 3).reshape(heads, rows * length * keys)
+            return (layer.weight @ flat).view(heads, rows, length, keys).transpose(0, 1)
+        return layer(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> toys.Out:
+        toy, layers = self.toy, self.toy.attention
+        rows, length = input_ids.shape
+        x = toy.embed(input_ids)
+        q, k, v = (f(x).view(rows, length, self.heads, 4).transpose(1, 2) for f in (layers.q, layers.k, layers.v))
+        scores = self.mix(self.before, q @ k.transpose(-1, -2) / 2.0)
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+        weights = self.mix(self.after, scores.softmax(-1))
+        x = x + layers.o((weights @ v).transpose(1, 2).reshape(rows, length, -1))
+        logits = toy.head(toy.norm(x))
+        return toys.Out(toys.pad_slice(toy, logits, labels), logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "world"),
+    [
+        ("layer", 4, 3),
+        *(
+            pytest.param(kind, heads, world, marks=pytest.mark.slow)
+            for kind in ("layer", "einsum", "flat")
+            for heads, world in ((4, 2), (3, 4), (6, 3))
+        ),
+    ],
+)
+def test_a_layer_over_heads_inside_attention(ranks: RankPool, kind: str, heads: int, world: int):
+    """Sizes of queries times keys, and with two numbers of rows products of three sizes."""
+    build = functools.partial(TalkingHeads, kind, heads)
+    batches = [toys.batch(16), toys.batch(17), toys.batch(17, rows=3)]
+    check_all(ranks.run(parity.run_model, build, batches, world_size=world, config=parity.AOT_EAGER, timeout=300))

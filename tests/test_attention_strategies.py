@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import shutil
+from pathlib import Path
 from typing import Any
 
 import masked_toys
 import parity
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 from pool import RankPool
 
+import autosp
 from autosp.layout.attention.choose import attention_strategy, possible
 from autosp.layout.attention.forms import BlockForm, SdpaForm
 from autosp.layout.axis import Axis
@@ -119,15 +122,14 @@ CASES = st.fixed_dictionaries(
         "mask": st.sampled_from(MASKS),
         "heads": st.sampled_from([(4, 4), (4, 2), (4, 1), (3, 1), (6, 3), (5, 5), (7, 1)]),
         "world": st.sampled_from([2, 3, 4]),
-        "strategy": st.sampled_from(["auto", "ulysses", "allgather_kv", "ring"]),
+        "strategy": st.sampled_from(["auto", "ulysses", "allgather_kv", "ring", "hybrid"]),
         "form": st.sampled_from(["sdpa", "eager"]),
         "length": st.integers(3, 40),
     }
 )
 SWEEP = {
     "deadline": None,
-    "derandomize": True,
-    "phases": [Phase.generate],
+    "phases": [Phase.explicit, Phase.generate],
     "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 }
 
@@ -135,20 +137,61 @@ SWEEP = {
 def one_case(ranks: RankPool, case: dict[str, Any]) -> None:
     heads, kv_heads = case["heads"]
     model = {"heads": heads, "kv_heads": kv_heads, "form": case["form"]}
-    check(ranks, case["mask"], case["strategy"], case["world"], (case["length"],), **model)
+    # A group of a prime number of ranks has no inner groups for hybrid.
+    world = 4 if case["strategy"] == "hybrid" else case["world"]
+    check(ranks, case["mask"], case["strategy"], world, (case["length"],), **model)
 
 
-@settings(max_examples=2, **SWEEP)
+HYBRID = {"mask": "window", "heads": (7, 1), "world": 4, "strategy": "hybrid", "form": "sdpa", "length": 13}
+
+
+@settings(max_examples=2, derandomize=True, **SWEEP)
 @given(case=CASES)
+@example(case=HYBRID)
 def test_sweep(ranks: RankPool, case: dict[str, Any]):
     one_case(ranks, case)
 
 
 @slow
-@settings(max_examples=24, **SWEEP)
-@given(case=CASES)
-def test_long_sweep(ranks: RankPool, case: dict[str, Any]):
-    one_case(ranks, case)
+@pytest.mark.parametrize("part", range(6))
+def test_long_sweep(ranks: RankPool, part: int):
+    @seed(part)
+    @settings(max_examples=5, database=None, **SWEEP)
+    @given(case=CASES)
+    def run(case: dict[str, Any]) -> None:
+        one_case(ranks, case)
+
+    run()
+
+
+TOY = "fetch_everything"
+
+
+def run_toy_strategy(rank_info: Any) -> tuple[str, int, list[parity.Result]]:
+    import autosp
+    from autosp.layout.attention.strategies import STRATEGIES
+
+    config = {"autosp": {"inner_backend": "aot_eager", "attention": TOY}}
+    build = functools.partial(masked_toys.build, "window", heads=3, kv_heads=1)
+    results = parity.run_model(rank_info, build, [masked_toys.batch(17)], config=config)
+    return str(autosp.__file__), len(STRATEGIES[TOY].USED), results
+
+
+def test_a_strategy_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A copy of the package with one more file in it, in processes of its own."""
+    shutil.copytree(Path(autosp.__file__).parent, tmp_path / "autosp")
+    strategies = tmp_path / "autosp" / "layout" / "attention" / "strategies"
+    text = (strategies / "allgather_kv.py").read_text()
+    used = text.replace("def attend(", "USED.append(form)\n\n    def attend(").replace(
+        "def refusal", "USED = []\n\n\ndef refusal"
+    )
+    (strategies / f"{TOY}.py").write_text(used)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RankPool() as fresh:
+        for package, times, results in fresh.run(run_toy_strategy, timeout=200):
+            assert package.startswith(str(tmp_path)) and times > 0
+            for result in results:
+                result.check()
 
 
 class _Node:

@@ -126,6 +126,93 @@ class Flash(torch.autograd.Function):
         return grad, grad, grad
 
 
+class Reversed(torch.autograd.Function):
+    """Gradient reversal as domain-adversarial training writes it."""
+
+    @staticmethod
+    def forward(ctx, x, alpha):
+        ctx.alpha = alpha
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.neg() * ctx.alpha, None
+
+
+class Reshaped(torch.autograd.Function):
+    """A view of another shape."""
+
+    @staticmethod
+    def forward(ctx, x, like):
+        return x.view_as(like)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.view(*grad.shape[:2], 16), None
+
+
+def _sinking(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None, scale: float) -> Any:
+    """Causal attention over ``[batch, tokens, heads, size]`` with a sink a head."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2)) * scale
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(q.shape[2] // v.shape[2], 2))
+
+
+@torch.library.custom_op("autosp_test_flash_attn::_flash_attn_forward", mutates_args=())
+def sink_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_descale: torch.Tensor | None, s_aux: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """With the arguments of the forks of FlashAttention 3 that know of sinks and of 8-bit operands."""
+    assert s_aux is None or s_aux.shape[0] == q.shape[2], "a sink for each head"
+    return _sinking(q, k, v, s_aux, scale).contiguous()
+
+
+@sink_forward.register_fake
+def _(q, k, v, *rest):
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("autosp_test_flash_attn::_flash_attn_backward", mutates_args=())
+def sink_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor, scale: float
+) -> list[torch.Tensor]:
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, s_aux)]
+        return [x.clone() for x in torch.autograd.grad(_sinking(*leaves, scale), leaves, grad)]
+
+
+@sink_backward.register_fake
+def _(grad, *leaves):
+    return [torch.empty_like(x) for x in leaves[:4]]
+
+
+class Sinking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, q_descale, s_aux):
+        ctx.save_for_backward(q, k, v, s_aux)
+        return torch.ops.autosp_test_flash_attn._flash_attn_forward(q, k, v, q_descale, s_aux, 0.5)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, s_aux = ctx.saved_tensors
+        found = torch.ops.autosp_test_flash_attn._flash_attn_backward(grad, q, k, v, s_aux, 0.5)
+        return found[0], found[1], found[2], None, found[3]
+
+
+def _sinks(descaled: bool) -> Callable[..., torch.Tensor]:
+    def attend(model: Any, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(*x.shape[:2], 4, 4)
+        keys = heads[:, :, :2].contiguous()
+        descale = torch.ones(x.shape[0], 2) if descaled else None
+        return x + Sinking.apply(heads, keys, keys * 2, descale, model.weight[:4]).reshape(x.shape)
+
+    return attend
+
+
 def _straight(model: Any, x: torch.Tensor) -> torch.Tensor:
     rounded, size = StraightThrough.apply(x)
     return rounded + 0.1 * size
@@ -156,6 +243,8 @@ EXACT: dict[str, Callable[..., torch.Tensor]] = {
     "a whole operand": lambda model, x: ScaledGelu.apply(x, torch.arange(x.shape[1]).view(1, -1, 1) * x * 0.1, 0.5),
     "straight through": _straight,
     "flash with slopes": _flash(slopes=True),
+    "flash with sinks": _sinks(False),
+    "reversed": lambda model, x: x.detach() + Reversed.apply(x, 0.3),
 }
 UNKNOWN: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "channels": (lambda model, x: Channels.apply(x, model.weight), "its backward has aten.sum"),
@@ -163,6 +252,11 @@ UNKNOWN: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "pushed": (lambda model, x: Pushed.apply(x), "other than zero where the gradient of its result is"),
     "first": (lambda model, x: x + First.apply(x, x[:, :, :1]), "results are smaller than its operands"),
     "length": (lambda model, x: x + OverLength.apply(x), "of a tensor inside it would be a rank's own"),
+    "descaled": (_sinks(True), "takes q_descale, of which a part would be a rank's"),
+    "reshaped": (
+        lambda model, x: x + Reshaped.apply(x, x.view(*x.shape[:2], 4, 4)).flatten(2),
+        "its forward has aten.view_as",
+    ),
     "wrapped": (_wrapped, "is done to its arguments or its result"),
 }
 REFUSED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
@@ -176,7 +270,7 @@ class Model(nn.Module):
         super().__init__()
         self.toy = toys.build()
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
-        self.weight.requires_grad_(name == "channels")
+        self.weight.requires_grad_(name in ("channels", "descaled", "flash with sinks"))
         self.function = ALL[name]
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> toys.Out:

@@ -236,13 +236,50 @@ def over_tokens(x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.cat([x] * n, dim=1)
 
 
-@pytest.mark.parametrize(("repeat", "peeled"), [(in_place, True), (tiled, False), (over_tokens, False)])
+def interleaved(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x.repeat_interleave(n, dim=-3)
+
+
+def interleaved_over_tokens(x: torch.Tensor, n: int) -> torch.Tensor:
+    b, h, s, d = x.shape
+    return x.repeat_interleave(n, dim=2).reshape(b, h * n, s, d)
+
+
+def flattened(x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.ops.aten.flatten.using_ints(x.unsqueeze(2).expand(-1, -1, n, -1, -1).clone(), 1, 2)
+
+
+def before_transposing(x: torch.Tensor, n: int) -> torch.Tensor:
+    """As the reference code of Llama repeats them."""
+    b, h, s, d = x.shape
+    x = x.transpose(1, 2).contiguous()
+    return x[:, :, :, None, :].expand(b, s, h, n, d).reshape(b, s, h * n, d).transpose(1, 2)
+
+
+def tiled_before_transposing(x: torch.Tensor, n: int) -> torch.Tensor:
+    b, h, s, d = x.shape
+    return x.transpose(1, 2)[:, :, None].expand(b, s, n, h, d).reshape(b, s, h * n, d).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("repeat", "peeled"),
+    [
+        (in_place, True),
+        (interleaved, True),
+        (interleaved_over_tokens, False),
+        (flattened, True),
+        (before_transposing, True),
+        (tiled, False),
+        (tiled_before_transposing, False),
+        (over_tokens, False),
+    ],
+)
 def test_repeated_heads(repeat: Callable[[torch.Tensor, int], torch.Tensor], peeled: bool) -> None:
     q, k, v = torch.randn(2, 8, 6, 4), torch.randn(2, 2, 6, 4), torch.randn(2, 2, 6, 4)
     model = Repeated(repeat)
     gm = peel_repeat_kv_pass(make_fx(model, pre_dispatch=True)(q, k, v))
     (node,) = gm.graph.find_nodes(op="call_function", target=SDPA)
-    assert (node.args[1].op == "placeholder") == peeled
+    assert all(x.meta["val"].shape[1] == (2 if peeled else 8) for x in node.args[1:3])
     assert bool(node.kwargs.get("enable_gqa", False)) == peeled
     torch.testing.assert_close(gm(q, k, v), model(q, k, v), rtol=1e-6, atol=1e-6)
     before = str(gm.graph)

@@ -18,7 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .exact_division import undivided
 
 IntLike = int | torch.SymInt
 
@@ -30,7 +33,10 @@ def known_equal(a: IntLike, b: IntLike) -> bool:
     a, b = settled(a), settled(b)
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    return bool(statically_known_true(a == b))
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt) and a.node.expr == b.node.expr:
+        return True
+    with disable_proxy_modes_tracing():  # a comparison is no part of the program
+        return bool(statically_known_true(a == b))
 
 
 def known_divides(divisor: IntLike, value: IntLike) -> bool:
@@ -42,10 +48,12 @@ def known_divides(divisor: IntLike, value: IntLike) -> bool:
 
 
 def settled(value: IntLike) -> IntLike:
-    """A symbolic size that is a number for certain, as that number: a trace follows symbols, not constant symbols."""
+    """A symbolic size that is a number for certain, as that number: a trace follows symbols, not constant symbols.
+    Divisions without a remainder are carried out.
+    """
     if isinstance(value, torch.SymInt):
         number = value.node.maybe_as_int()
-        return value if number is None else number
+        return undivided(value) if number is None else number
     return value
 
 

@@ -8,7 +8,7 @@ make the same ones in the same order.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import InternalError
@@ -31,6 +31,7 @@ from ..layout.stretch import TILED, Stretch
 from ..location import user_location
 from ..repeat_keys import Repeated
 from ..repeats import Repeats
+from ..traced_sizes import make_products_known
 
 Local = torch.Tensor | Repeated
 
@@ -254,6 +255,17 @@ def _agree(a: IntLike, b: IntLike) -> bool:
     return bool(a == b)
 
 
+def _values(gm: fx.GraphModule) -> Iterator[Any]:
+    """Every tensor and size of an annotated graph, the sizes of its cuts among them."""
+    for node in gm.graph.nodes:
+        yield from tree_leaves(node.meta.get("val"))
+        strategy = node.meta.get(STRATEGY)
+        needed = strategy.inputs if strategy is not None else {}
+        for cut in tree_leaves([node.meta.get(LAYOUT), dict(needed)]):
+            if isinstance(cut, Shard):
+                yield from (cut.length, cut.size, cut.start, cut.outer, cut.inner)
+
+
 def localize_graph(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
@@ -277,6 +289,7 @@ def localize_graph(
     specs: list[OutputSpec] = []
 
     def run(*args: Any) -> Any:
+        make_products_known(args, _values(gm))
         interpreter = LocalInterpreter(gm, axis=axis, parameters=parameters, outputs=outputs, repeats=Repeats(share))
         results = interpreter.run(*args)
         specs[:] = interpreter.specs

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import fx
 
+from ..layout.call import bind_arguments
 from ..layout.placement import known_equal
 
 aten = torch.ops.aten
 
 _CASTS = (aten.contiguous.default, aten.clone.default)
+_JOINS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints)
 
 
 def peel_repeat_kv_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Rewrites: ``sdpa(q, reshape(expand(unsqueeze(k, 2))), ...)`` -> ``sdpa(q, k, ..., enable_gqa=True)``.
+    """Rewrites: ``sdpa(q, reshape(expand(unsqueeze(k, 2))), ...)`` -> ``sdpa(q, k, ..., enable_gqa=True)``; likewise
+    ``repeat_interleave``, and either of them before heads and tokens are transposed.
 
     Requires: a captured graph.
     Ensures: the keys and values on the wire are those of the key/value heads, each once.
@@ -21,12 +27,14 @@ def peel_repeat_kv_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        key, value = peeled(node.args[1]), peeled(node.args[2])
+        key, value = _repeated(node.args[1]), _repeated(node.args[2])
         if key is None or value is None or node.kwargs.get("enable_gqa", False):
             continue
-        if not known_equal(key.meta["val"].shape[1], value.meta["val"].shape[1]):
+        heads = [x.meta["val"].shape[1] for x in node.args[:3]]
+        if not (known_equal(key.heads, value.heads) and known_equal(heads[0], heads[1])):
             continue
-        node.args = (node.args[0], key, value, *node.args[3:])
+        with gm.graph.inserting_before(node):
+            node.args = (node.args[0], key.standard(gm.graph), value.standard(gm.graph), *node.args[3:])
         node.kwargs = {**node.kwargs, "enable_gqa": True}
         changed = True
     if changed:
@@ -35,33 +43,67 @@ def peel_repeat_kv_pass(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def peeled(node: fx.Node) -> fx.Node | None:
-    """``k`` of ``[B, H, S, D]`` when ``node`` repeats each of its heads ``n`` times in place; None otherwise.
-
-    The heads are repeated when a new dimension behind the heads is stretched to ``n`` and joined with them: head
-    ``h`` of the result is head ``h // n`` of ``k``, which is how grouped attention reads them.
+@dataclass(frozen=True)
+class _Repeated:
+    """What is repeated: ``[batch, heads, tokens, size]``, or ``[batch, tokens, heads, size]`` where it is transposed
+    afterwards.
     """
-    while node.target in _CASTS:
-        node = node.args[0]
-    if node.target not in (aten.reshape.default, aten.view.default, aten._unsafe_view.default):
+
+    source: fx.Node
+    transposed: bool
+
+    @property
+    def heads(self) -> Any:
+        return self.source.meta["val"].shape[2 if self.transposed else 1]
+
+    def standard(self, graph: fx.Graph) -> fx.Node:
+        if not self.transposed:
+            return self.source
+        node = graph.call_function(aten.transpose.int, (self.source, 1, 2))
+        node.meta = {**self.source.meta, "val": self.source.meta["val"].transpose(1, 2)}
+        return node
+
+
+def _repeated(node: fx.Node) -> _Repeated | None:
+    """What ``node`` repeats each head of ``n`` times in place; None where it does not.
+
+    ``repeat_interleave`` does so. So does a new dimension behind the heads that is stretched to ``n`` and joined with
+    them: head ``h`` of the result is head ``h // n`` of the source, which is how grouped attention reads them.
+    """
+    node = _uncast(node)
+    transposed = node.target is aten.transpose.int and {dim % 4 for dim in node.args[1:]} == {1, 2}
+    if transposed:
+        node = _uncast(node.args[0])
+    at = 3 if transposed else 2
+    if node.target is aten.repeat_interleave.self_int:
+        dim = bind_arguments(node)["dim"]
+        is_by_head = dim is not None and node.meta["val"].dim() == 4 and dim % 4 == at - 1
+        return _Repeated(node.args[0], transposed) if is_by_head else None
+    if node.target not in _JOINS:
         return None
-    result, stretched = node.meta["val"].shape, node.args[0]
-    while stretched.target in _CASTS:
-        stretched = stretched.args[0]
+    result, stretched = node.meta["val"].shape, _uncast(node.args[0])
     if stretched.target is not aten.expand.default:
         return None
     wide, source = stretched.meta["val"].shape, stretched.args[0]
     while source.target is aten.slice.Tensor and _is_whole_slice(source):
         source = source.args[0]
-    if source.target is not aten.unsqueeze.default or len(wide) != 5 or source.args[1] % 5 != 2 or len(result) != 4:
+    if source.target is not aten.unsqueeze.default or len(wide) != 5 or len(result) != 4:
         return None
     k = source.args[0]
-    batch, heads, tokens, size = k.meta["val"].shape
-    joined = (batch, heads * wide[2], tokens, size)
-    kept = (batch, heads, wide[2], tokens, size)
+    if source.args[1] % 5 != at:
+        return None
+    before, after = k.meta["val"].shape[: at - 1], k.meta["val"].shape[at:]
+    heads, times = k.meta["val"].shape[at - 1], wide[at]
+    joined, kept = (*before, heads * times, *after), (*before, heads, times, *after)
     if all(map(known_equal, result, joined)) and all(map(known_equal, wide, kept)):
-        return k
+        return _Repeated(k, transposed)
     return None
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    while node.target in _CASTS:
+        node = node.args[0]
+    return node
 
 
 def _is_whole_slice(node: fx.Node) -> bool:

@@ -29,15 +29,23 @@ class Kernel:
     by_head: tuple[str, ...] = ()
     dropout: str = ""
 
+    def knows(self, name: str) -> bool:
+        """A tensor of this name is cut to the heads of a rank, or speaks of rows of the batch or documents alone."""
+        return name in self.names or name in self.by_head or name in _NOT_BY_HEAD
+
     def layout_of(self, bound: Mapping[str, Any]) -> str:
         return "shd" if self.packed_by and bound.get(self.packed_by) is not None else self.layout
 
 
+# Where documents and rows of the batch begin and end.
+_NOT_BY_HEAD = frozenset(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k"))
+# ALiBi, and sinks under the names of the forks that have them.
+_BY_HEAD = ("alibi_slopes", "s_aux", "sinks", "learnable_sink")
 _REGISTERED: dict[Any, Kernel] = {}
 # FlashAttention 2 and 3: their packages, and their kernels from the Hub, use these names in namespaces of their own.
 _BY_NAME = {
-    "_flash_attn_forward": Kernel(packed_by="cu_seqlens_q", by_head=("alibi_slopes",), dropout="dropout_p"),
-    "_flash_attn_varlen_forward": Kernel(layout="shd", by_head=("alibi_slopes",), dropout="dropout_p"),
+    "_flash_attn_forward": Kernel(packed_by="cu_seqlens_q", by_head=_BY_HEAD, dropout="dropout_p"),
+    "_flash_attn_varlen_forward": Kernel(layout="shd", by_head=_BY_HEAD, dropout="dropout_p"),
 }
 _NAMESPACES = ("flash_attn", "flashattn")
 
