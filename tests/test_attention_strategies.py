@@ -59,6 +59,12 @@ def test_masks(ranks: RankPool, inner: str, mask: str, strategy: str, world: int
     check(ranks, mask, strategy, world, lengths=(17,) if world == 4 else (16, 17), inner=inner)
 
 
+@pytest.mark.parametrize("mask", parity.mostly_slow(MASKS, ["padding"]))
+def test_masks_of_attention_that_is_written_out(ranks: RankPool, mask: str):
+    """Padding runs over tokens too, along the keys: scores that it hides go back to their queries."""
+    check(ranks, mask, "auto", 3, lengths=(17,), form="eager")
+
+
 @pytest.mark.parametrize("strategy", ["ulysses", "allgather_kv", "ring", pytest.param("hybrid", marks=slow)])
 @slow
 def test_values_of_another_size_and_few_heads(ranks: RankPool, strategy: str):
@@ -187,6 +193,7 @@ def test_a_strategy_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     (strategies / f"{TOY}.py").write_text(used)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # what a process is started in comes first
     with RankPool() as fresh:
         for package, times, results in fresh.run(run_toy_strategy, timeout=200):
             assert package.startswith(str(tmp_path)) and times > 0

@@ -29,7 +29,7 @@ def _scaled_by_constant(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
 def _energy(x: torch.Tensor) -> torch.Tensor:
     """Its derivative is made of results that autograd saves, which a second derivative goes through."""
-    return (x.tanh() * x.softmax(-1)).sum() + x.exp().clamp(max=3.0).mean()
+    return (x.tanh() * x.sigmoid()).sum() + x.exp().clamp(max=3.0).mean()
 
 
 def _pulled_back(x: torch.Tensor) -> torch.Tensor:

@@ -240,11 +240,14 @@ def _home_of(call: OpCall, strategy: Strategy) -> Any:
     none = _map_output(strategy.output, lambda _: None)
     if rule is None:
         return none
-    try:
-        at_home = rule(placed_call(call, _at_home, homing=True))
-    except Refusal:
-        return none
-    return _map_output(at_home.output, _as_shard)
+    # A mask of padding is whole, with a home along the keys; scores that it hides keep their own home.
+    for place in (_at_home, lambda value: REPLICATE if value.is_replicated else _at_home(value)):
+        try:
+            at_home = rule(placed_call(call, place, homing=True))
+        except Refusal:
+            continue
+        return _map_output(at_home.output, _as_shard)
+    return none
 
 
 def _stays(call: OpCall, strategy: Strategy) -> bool:
