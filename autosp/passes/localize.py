@@ -28,10 +28,10 @@ from ..layout.outputs import OutputSpec
 from ..layout.placement import REPLICATE, IntLike, Partial, Placement, Replicate, Shard, known_equal, same_placement
 from ..layout.redistribute import redistribute
 from ..layout.stretch import TILED, Stretch
+from ..layout.traced_sizes import make_products_known
 from ..location import user_location
 from ..repeat_keys import Repeated
 from ..repeats import Repeats
-from ..traced_sizes import make_products_known
 
 Local = torch.Tensor | Repeated
 
