@@ -80,13 +80,15 @@ def complex_view_rule(call: OpCall) -> Strategy:
 
 @register_rule(aten.expand, aten.expand_as)
 def expand_rule(call: OpCall) -> Strategy:
-    """Other dimensions are stretched; the cut one keeps its local size."""
+    """Other dimensions are stretched, the cut one keeps its local size; a single token that is stretched is read."""
     value: Value = call["self"]
     if value.shard is None:
         return Strategy()
     dim = value.shard.dim + len(call.out_shape) - value.ndim
     if not known_equal(value.shape[value.shard.dim], call.out_shape[dim]):
-        raise Refusal("the sharded dimension of size 1 is expanded")
+        other = call.get("other")
+        inputs = {"self": REPLICATE, **({"other": other.shard or REPLICATE} if isinstance(other, Value) else {})}
+        return Strategy(inputs=inputs, local=lambda c, local: local["self"].expand(*c.out_shape), note="one token read")
     cut, shape = value.shard.at(dim), call.out_shape
     return Strategy(
         inputs={"self": value.shard},
