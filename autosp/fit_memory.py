@@ -39,10 +39,12 @@ class FitMemory(CustomPartitionerFn):
         room: bytes that activations, gradients and temporaries of a step may take.
         largest: the largest of a number over the ranks that must choose alike; collective.
         must_fit: raise `StepTooLarge` where nothing fits; otherwise the one that needs least is taken.
+        raised: the setting ``overlap_communication``, which decides what is in memory together.
     """
 
-    def __init__(self, room: float, largest: Callable[[float], float], *, must_fit: bool) -> None:
+    def __init__(self, room: float, largest: Callable[[float], float], *, must_fit: bool, raised: bool = False) -> None:
         self.room = room
+        self.raised = raised
         self.largest = largest
         self.must_fit = must_fit
         self.budget: float | None = None
@@ -60,7 +62,7 @@ class FitMemory(CustomPartitionerFn):
             # At exactly 0 the partitioner saves inputs alone, whatever is marked to be kept.
             with functorch_config.patch(activation_memory_budget=max(budget, 1e-6)):
                 parts = min_cut_rematerialization_partition(trial, joint_inputs, **{"compiler": "inductor", **settings})
-            needed = self.largest(peak_bytes(*parts))
+            needed = self.largest(peak_bytes(*parts, raised=self.raised))
             if needed < self.needed:  # recomputing everything at once may need more than recomputing half
                 best, self.budget, self.needed = parts, budget, needed
             if needed <= self.room:
@@ -85,15 +87,15 @@ class FitMemory(CustomPartitionerFn):
         return f"{self.budget:g}, {self.needed / 2**30:.5g} of {self.room / 2**30:.5g} GiB"
 
 
-def peak_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> float:
+def peak_bytes(forward: fx.GraphModule, backward: fx.GraphModule, *, raised: bool = False) -> float:
     """Bytes of activations, gradients and temporaries at the moment of most memory, at the sizes of the compilation."""
-    from .plan.program import read_program
+    from .plan.schedule import scheduled_program
     from .plan.trace import Trace
     from .plan.walk import profile
 
     programs = []
     for gm in (forward, backward):
-        program, env = read_program(gm), _shape_env(gm)
+        program, env = scheduled_program(gm, raised=raised), _shape_env(gm)
         for buffer in program.buffers.values():
             buffer.size = _at_hint(buffer.size, env)
         for work in program.work:

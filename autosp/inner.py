@@ -83,9 +83,10 @@ def frees_at_once(examples: list[Any]) -> bool:
     compiles with*. At a longer one it may: the wide values of a layer, compiled at 16k tokens, lay there until the next
     layer and raised the peak of long ones by a third. A GPU's allocator gives the same block again at no cost.
     """
-    tensors = [x for x in examples if isinstance(x, torch.Tensor)]
-    dynamic = any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
-    return dynamic and any(x.is_cuda for x in tensors)
+    # Dynamo gives tensors of the example, whose sizes are numbers, and each size that varies as an input of its own.
+    return any(isinstance(x, torch.SymInt) for x in examples) and any(
+        isinstance(x, torch.Tensor) and x.is_cuda for x in examples
+    )
 
 
 @contextlib.contextmanager

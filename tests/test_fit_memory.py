@@ -130,7 +130,7 @@ def test_the_figure_is_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None
     """The same partition, read with numbers here and with symbols there."""
     from autosp.fit_memory import peak_bytes
     from autosp.plan import trace as trace_module
-    from autosp.plan.program import read_program
+    from autosp.plan.schedule import scheduled_program
     from autosp.plan.walk import profile
 
     def make() -> tuple[torch.nn.Module, Callable[[int], dict[str, torch.Tensor]]]:
@@ -139,13 +139,13 @@ def test_the_figure_is_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None
     graphs: list[torch.fx.GraphModule] = []
     found = []
 
-    def read(gm: torch.fx.GraphModule) -> Any:
+    def read(gm: torch.fx.GraphModule, *, raised: bool) -> Any:
         graphs.append(gm)
         if len(graphs) == 2:
-            found.append(peak_bytes(*graphs))
-        return read_program(gm)
+            found.append(peak_bytes(*graphs, raised=raised))
+        return scheduled_program(gm, raised=raised)
 
-    monkeypatch.setattr(trace_module, "read_program", read)
+    monkeypatch.setattr(trace_module, "scheduled_program", read)
     trace = trace_module.trace_step(make, length=2048, ranks=2, dtype=torch.float32)
     planned = max(moment.total for moment in profile(trace, 2048).moments.values())
     assert found == [planned] and planned > 0

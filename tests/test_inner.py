@@ -180,21 +180,40 @@ def test_on_a_gpu_no_freed_buffer_waits_for_a_later_one(
     assert frees[1] > frees[0] + 20
 
 
-def test_freed_buffers_go_back_where_lengths_differ_on_a_gpu():
-    from torch._dynamo.source import ConstantSource
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+@pytest.mark.parametrize(("dynamic", "gpu"), [(True, True), (True, False), (False, True)])
+def test_freed_buffers_go_back_where_lengths_differ_on_a_gpu(
+    dynamic: bool, gpu: bool, fake_ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+):
+    """Asked with the inputs that Dynamo really gives: tensors of the example, and each size that varies by itself."""
+    from autosp import inner
+    from autosp.backend import autosp_backend
 
-    from autosp.inner import frees_at_once
+    asked: list[dict[str, Any]] = []
+    settings = inner._inductor_settings
 
-    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-    mode, real = FakeTensorMode(shape_env=ShapeEnv()), torch.empty(16)
-    length = mode.from_tensor(real, symbolic_context=dynamic, source=ConstantSource("length"))
-    with mode:
-        weight = torch.empty(8, device="cuda")
-    assert frees_at_once([weight, length])
-    assert not frees_at_once([weight])
-    assert not frees_at_once([length])
+    def look(config: Any, fit: Any, examples: list[Any]) -> dict[str, Any]:
+        with monkeypatch.context() as patch:
+            if gpu:
+                patch.setattr(torch.Tensor, "is_cuda", True)
+            asked.append(settings(config, fit, examples))
+        return asked[-1]
+
+    class Stop(Exception):
+        """Nothing needs to be compiled."""
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise Stop
+
+    fake_ranks(2)
+    torch._dynamo.reset()
+    autosp.initialize({"autosp": {"verify": "compile"}})
+    monkeypatch.setattr(inner, "_inductor_settings", look)
+    monkeypatch.setattr(inner, "lookup_backend", lambda name: stop)
+    batch = zoo.batch(64)
+    tagged = autosp.prepare_batch(batch) if dynamic else batch
+    with pytest.raises(Exception, match="Stop"):
+        torch.compile(checkpointed_llama(), backend=autosp_backend, dynamic=None if dynamic else False)(**tagged)
+    assert [found.get("allow_buffer_reuse", True) for found in asked] == [not (dynamic and gpu)]
 
 
 def test_sums_of_gradients_are_joined_between_exchanges():

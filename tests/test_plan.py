@@ -156,7 +156,7 @@ def test_the_partitioned_graph_of_a_llama(trace: Trace) -> None:
         assert 3 * rows * 512 * 2 <= peak.parts["loss"] <= 1.15 * rows * 3 * 512 * 2
         last = max(found.moments.values(), key=lambda moment: moment.parts["gradients"])
         # the head's gradient is there before any of the layer, whose highest moment comes before the embedding's
-        assert 2 * 512 * 64 < last.parts["gradients"] <= weights - 2 * 512 * 64
+        assert 2 * 512 * 64 <= last.parts["gradients"] <= weights - 2 * 512 * 64
         assert all(size >= 0 for moment in found.moments.values() for size in moment.parts.values())
         # q, k, v and the result there and back, in forward and backward; an all-reduce of every gradient, all of them
         # small, so that they are summed in fp32; and that of the loss
@@ -314,6 +314,6 @@ def test_what_is_read_inside_a_fused_kernel_is_no_buffer() -> None:
         y = x.exp()
         return y.sum(), torch.mm(x.cos(), x)
 
-    program = read_program(make_fx(function, tracing_mode="fake")(torch.ones(4, 4)))
+    program = read_program(make_fx(function, tracing_mode="fake")(torch.ones(4, 4)).graph)
     assert [sorted(program.buffers[n].size for n in work.made) for work in program.work] == [[4], [64], [64]]
     assert [work.flops for work in program.work] == [0, 0, 128]

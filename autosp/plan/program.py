@@ -64,6 +64,8 @@ class Work:
     """Bytes read from and written to the device's memory."""
     sent: Size = 0
     """Bytes that this rank sends to the others of the collective's group."""
+    elements: Size | None = None
+    """How many elements an elementwise kernel runs over; None for other work."""
 
 
 @dataclass
@@ -85,20 +87,24 @@ def expression(value: Any) -> Size:
 
 def tensor_bytes(value: torch.Tensor) -> Size:
     """Bytes of a tensor's elements."""
-    size: Size = value.element_size()
+    return value.element_size() * _elements(value)
+
+
+def _elements(value: torch.Tensor) -> Size:
+    size: Size = 1
     for length in value.shape:
         size = size * expression(length)
     return size
 
 
-def read_program(gm: fx.GraphModule) -> Program:
+def read_program(graph: fx.Graph) -> Program:
     """Turn a forward or backward graph of AOTAutograd, after Inductor's decompositions, into a `Program`."""
-    return _Reader(gm).read()
+    return _Reader(graph).read()
 
 
 class _Reader:
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.graph = gm.graph
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
         self.program = Program()
         self.storages: dict[Any, int] = {}
         self.sources: dict[fx.Node, set[int]] = {}
@@ -139,12 +145,19 @@ class _Reader:
         if _is_fused(node) and not self._is_stored(node):
             self.sources[node] = inputs
             return
+        if _is_summed_in_place(node):
+            for source, value in zip(node.all_input_nodes, tensors, strict=True):
+                (self.storages[_storage(value)],) = self.sources[source]
+            self.sources[node] = inputs
+            self.program.work.append(Work(self.layer, [], inputs, sent=_sent(node)))
+            return
         part = _part_of(node)
         made = [self._buffer(value, part) for value in tensors]
         self.sources[node] = set(made)
         read = inputs - set(made)
         moved: Size = sum((self.program.buffers[number].size for number in [*read, *made]), 0)
-        self.program.work.append(Work(self.layer, made, read, _flops(node), moved, _sent(node)))
+        elements = _elements(tensors[0]) if _is_fused(node) else None
+        self.program.work.append(Work(self.layer, made, read, _flops(node), moved, _sent(node), elements))
 
     def _read_output(self, node: fx.Node) -> None:
         (outputs,) = node.args
@@ -227,6 +240,13 @@ def _is_view(node: fx.Node) -> bool:
     ) in (aten.reshape, aten._unsafe_view, torch.ops._c10d_functional.wait_tensor)
 
 
+def _is_summed_in_place(node: fx.Node) -> bool:
+    """A sum over the group of what nobody else reads; Inductor writes it over its operand."""
+    if getattr(_packet(node), "__name__", "") not in ("all_reduce", "all_reduce_coalesced"):
+        return False
+    return all(len(x.users) == 1 and x.op == "call_function" for x in node.all_input_nodes)
+
+
 def _is_fused(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -283,10 +303,10 @@ def _halved(count: Any, causal: bool) -> Size:
 
 
 def _sent(node: fx.Node) -> Size:
-    name = getattr(_packet(node), "__name__", "")
+    name = getattr(_packet(node), "__name__", "").removesuffix("_coalesced")
     if "_c10d_functional" not in str(node.target) or name not in _SENDS:
         return 0
-    into = node.all_input_nodes[0].meta["val"]
-    larger = node.meta["val"] if name == "all_gather_into_tensor" else into
+    larger = [node] if name == "all_gather_into_tensor" else node.all_input_nodes
+    moved: Size = sum((tensor_bytes(value) for x in larger for value in _tensors(x.meta["val"])), 0)
     ranks = dist.distributed_c10d._resolve_process_group(cast(Any, node.args[-1])).size()
-    return int(_SENDS[name]) * tensor_bytes(larger) * (ranks - 1) / ranks
+    return int(_SENDS[name]) * moved * (ranks - 1) / ranks

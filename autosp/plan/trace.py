@@ -21,7 +21,8 @@ from ..backend import compile_for_rank
 from ..errors import InputError
 from ..layers import shard_lm_head
 from ..report.fake_run import fake_ranks, fake_tensors, run_step
-from .program import Program, Size, read_program, tensor_bytes
+from .program import Program, Size, tensor_bytes
+from .schedule import scheduled_program
 
 
 @dataclass
@@ -122,7 +123,9 @@ def _recorder(trace: Trace) -> Callable[..., Any]:
 
     def record(gm: fx.GraphModule, example_inputs: Sequence[Any], **about: Any) -> Any:
         backward = bool(about.get("is_backward"))
-        (trace.backward if backward else trace.forward).append(read_program(gm))
+        state = mesh.current()
+        program = scheduled_program(gm, raised=state is not None and state.config.overlap_communication)
+        (trace.backward if backward else trace.forward).append(program)
 
         def run(arguments: list[Any]) -> Any:
             taken = list(arguments)
