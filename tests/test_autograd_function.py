@@ -269,6 +269,9 @@ class Model(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.toy = toys.build()
+        self.toy.attention.k.bias.requires_grad_(
+            False
+        )  # softmax does not feel it: its gradient is nothing but rounding
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
         self.weight.requires_grad_(name in ("channels", "descaled", "flash with sinks"))
         self.function = ALL[name]
