@@ -217,6 +217,6 @@ def draw(rows: list[Any], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set(xlabel="tokens of the sequence", ylabel=label)
         axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=130)
     print(f"written: {path}", file=sys.stderr)
