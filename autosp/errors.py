@@ -48,3 +48,11 @@ class UnsupportedGraphError(AutoSPError, RuntimeError):
 
 class InternalError(AutoSPError, AssertionError):
     """An invariant of autosp itself does not hold: a bug of autosp, never of the model."""
+
+
+def own_error(error: BaseException) -> AutoSPError | None:
+    """The error of ours in a chain of causes, if any: Dynamo wraps what a backend raises."""
+    current: BaseException | None = error
+    while current is not None and not isinstance(current, AutoSPError):
+        current = getattr(current, "inner_exception", None) or current.__cause__
+    return current

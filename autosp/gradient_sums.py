@@ -60,7 +60,7 @@ def join_gradient_sums(graph: fx.Graph) -> int:
             for index, wait in enumerate(members):
                 item = graph.call_function(operator.getitem, (joined, index))
                 done = graph.call_function(_c10d.wait_tensor.default, (item,))
-                item.meta["val"] = done.meta["val"] = wait.meta["val"]
+                item.meta["val"], done.meta["val"] = wait.args[0].meta["val"], wait.meta["val"]
                 wait.replace_all_uses_with(done)
     for wait in waits:
         start = wait.args[0]

@@ -34,7 +34,7 @@ ALLOWED = {
     # measures what a user calls, so it needs nothing of the compiler but the seconds that it took
     "bench.": {"backend", "bench", "custom_ops", "errors"},
     "report.": {"config", "errors", "inputs", "layout", "location", "mesh", "report"},  # looks on, never compiles
-    "plan.": {"backend", "errors", "layers", "mesh", "plan", "report"},
+    "plan.": {"backend", "errors", "gradient_sums", "layers", "mesh", "plan", "report"},
     "mesh": {"agreement", "config", "dynamo_settings", "errors", "layers", "weights"},
     "weights": {"agreement", "errors", "mesh"},
     "layers.": {"custom_ops", "errors", "layers", "randomness"},

@@ -19,7 +19,7 @@ from autosp.plan.estimate import Hardware, Layered, estimate, longest
 from autosp.plan.picture import tokens_text
 from autosp.plan.program import Buffer, Program, Work, read_program
 from autosp.plan.trace import Trace, trace_step
-from autosp.plan.walk import profile
+from autosp.plan.walk import _stretches, profile
 
 S = sympy.Symbol("s", integer=True, positive=True)
 
@@ -154,9 +154,13 @@ def test_the_partitioned_graph_of_a_llama(trace: Trace) -> None:
         # in bf16: the logits, their gradient, and the zeros that autograd makes for outputs that the loss does not use:
         # the logits, and keys and values of the cache
         assert 3 * rows * 512 * 2 <= peak.parts["loss"] <= 1.15 * rows * 3 * 512 * 2
-        last = max(found.moments.values(), key=lambda moment: moment.parts["gradients"])
-        # the head's gradient is there before any of the layer, whose highest moment comes before the embedding's
-        assert 2 * 512 * 64 <= last.parts["gradients"] <= weights - 2 * 512 * 64
+        # every gradient is small: summed in fp32 and rounded at the end, so that the layer's highest moment holds the
+        # head's in fp32, and that of the embedding when it comes
+        assert found.moments["last"].total >= 4 * 512 * 64
+        # the pairs (made, returned) of the backward are complete: what is returned is there at the end
+        (backward,) = trace.backward
+        made = {number for work in backward.work for number in work.made}
+        assert set(backward.returned.values()) <= made and len(backward.returned) == 12
         assert all(size >= 0 for moment in found.moments.values() for size in moment.parts.values())
         # q, k, v and the result there and back, in forward and backward; an all-reduce of every gradient, all of them
         # small, so that they are summed in fp32; and that of the loss
@@ -296,6 +300,26 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_mistakes_end_with_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = run(*arguments)
     assert code == 2 and message in capsys.readouterr().err
+
+
+def test_a_refused_model_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = run("tool_models:refused", "--gpus", "2", "--sp", "2", "--budget", "1", "--seq-len", "16")
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert code == 2 and lines[-1].startswith("autosp: error: aten.cumsum.default: ") and "Traceback" not in lines
+
+
+def test_a_length_that_ranks_do_not_divide_is_judged_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = step()
+    monkeypatch.setattr(command, "_trace", lambda *_: Layered({1: trace}, layers=1))
+    for length, judged in (("6", 6), ("7", 12), ("2", 6)):
+        _, out = run("--gpus", "3", "--sp", "3", "--seq-len", length, "--budget", "1", "--json")
+        assert json.loads(out)["rows"][0]["flops"] == 1000 * judged
+
+
+def test_work_of_the_head_that_is_put_off_is_at_the_newest_layers_moment() -> None:
+    """Two layers have no layer between them, whose highest moment more layers would extend."""
+    order = [Work(number) for number in (None, 1, None, 1, 0, None, 1)]
+    assert _stretches(order) == ["head", "last", "last", "last", "first", "first", "last"]
 
 
 def test_sizes() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from autosp.plan.program import Program
+from autosp.plan import schedule
+from autosp.plan.program import Buffer, Program, Work
 from autosp.plan.schedule import scheduled_program
+from autosp.plan.trace import Trace
+from autosp.plan.walk import profile
 
 ROWS, WIDE, NARROW = 32, 16, 4
 c10d = torch.ops._c10d_functional
@@ -119,3 +123,70 @@ def test_a_sum_of_what_others_read_too_is_a_buffer_of_its_own(fake_ranks: Callab
 
     program, _ = program_of(function, torch.ones(8, 8))
     assert [len(work.made) for work in program.work if work.sent] == [1]
+
+
+def test_a_sum_of_what_a_view_shows_to_others_is_a_buffer_of_its_own(fake_ranks: Callable[..., None]):
+    fake_ranks(2)
+
+    def product(x: Any) -> Any:
+        y = x @ x
+        return summed(y.view(64)), y.t() @ x
+
+    def given(x: Any) -> Any:
+        return summed(x.view(64)), x @ x
+
+    for function in (product, given):
+        program, _ = program_of(function, torch.ones(8, 8))
+        assert [len(work.made) for work in program.work if work.sent] == [1]
+
+
+def test_gradients_that_are_summed_together_are_kept(fake_ranks: Callable[..., None]):
+    """Each is returned in the buffer that was made for it, and is a gradient until the end of the backward."""
+    fake_ranks(2)
+
+    def function(x: Any, weight: Any) -> Any:
+        first, second = x @ weight, weight.t() @ weight.t()
+        return summed(first), summed(second), exchanged(x)
+
+    for raised in (False, True):
+        program, _ = program_of(function, torch.ones(8, 8), torch.ones(8, 8), raised=raised)
+        made = {number for work in program.work for number in work.made}
+        assert len(made) == 3 and set(program.returned.values()) == made
+        found = profile(Trace([], [program]), 1)
+        assert max(moment.parts["gradients"] for moment in found.moments.values()) == 3 * 8 * 8 * 4
+
+
+def test_a_gradient_of_two_parameters_is_summed_twice(fake_ranks: Callable[..., None]):
+    """``x + a + b``: both get the same gradient, which one sum of two operands is given twice."""
+    fake_ranks(2)
+
+    def function(x: Any) -> Any:
+        y = x @ x
+        return summed(y), summed(y)
+
+    for raised in (False, True):
+        program, _ = program_of(function, torch.ones(8, 8), raised=raised)
+        assert len({number for work in program.work for number in work.made}) == 3
+        assert sum(work.sent for work in program.work) == 2 * 8 * 8 * 4
+        assert len(set(program.returned.values())) == 2
+
+
+def test_no_work_is_lost_or_put_before_what_it_needs():
+    """Random programs: each work is there once, whatever is joined and moved."""
+    for seed in range(300):
+        random, program = Random(seed), Program()
+        program.buffers[0] = Buffer(64, "activations")
+        for place in range(random.randint(4, 40)):
+            wide = random.choice([8, 64])
+            program.buffers[place + 1] = Buffer(wide, "activations")
+            read = {random.randrange(place + 1) for _ in range(random.randint(1, 3))}
+            fused, sent = random.random() < 0.6, random.choice([0, 0, 5])
+            program.work.append(Work(0, [place + 1], read, sent=0 if fused else sent, elements=wide if fused else None))
+        groups = schedule._fused(program)
+        for raised in (False, True):
+            order = schedule._ordered(program, groups, raised)
+            assert sorted(n for work in order for n in work.made) == list(range(1, len(program.buffers)))
+            there = {0}
+            for work in order:
+                assert work.read <= there
+                there |= set(work.made)

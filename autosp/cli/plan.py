@@ -284,7 +284,9 @@ def _row(
 
     ranks, tp = groups
     fixed = any(trace.symbol is None for trace in layered.traces.values())
-    even = length - length % (2 * ranks) if length >= 2 * ranks else 2 * ranks
+    # A length that is no multiple is judged by the next one, where the model's length is free: right or too large.
+    down = max(2 * ranks, length - length % (2 * ranks))
+    even = down if fixed else -(-length // (2 * ranks)) * 2 * ranks
     wanted = estimate(layered, even, hardware=hardware, **how)
     furthest = None if fixed else longest(layered, hardware=hardware, step=2 * ranks, **how)
     room = hardware.memory * (1 - hardware.headroom)

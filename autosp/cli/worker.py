@@ -23,7 +23,7 @@ from autosp.cli.loop import Trainer, peak_bytes
 from autosp.cli.parallel import Parallel, start
 from autosp.cli.progress import Silent, reporter
 from autosp.cli.settings import TrainSettings
-from autosp.errors import AutoSPError, ConfigError, InputError, InternalError, RankMismatchError
+from autosp.errors import ConfigError, InputError, InternalError, RankMismatchError, own_error
 from autosp.randomness import draws_in_training
 
 _LAST = 10
@@ -275,12 +275,10 @@ def exit_code(error: BaseException) -> tuple[BaseException, int]:
 
     Dynamo wraps what a backend raises; ours is inside. 2 is for what the user can mend, 1 for the rest.
     """
-    current: BaseException | None = error
-    while current is not None:
-        if isinstance(current, AutoSPError):
-            return current, 1 if isinstance(current, (InternalError, RankMismatchError)) else 2
-        current = getattr(current, "inner_exception", None) or current.__cause__
-    return error, 1
+    ours = own_error(error)
+    if ours is None:
+        return error, 1
+    return ours, 1 if isinstance(ours, (InternalError, RankMismatchError)) else 2
 
 
 def main(path: str) -> None:

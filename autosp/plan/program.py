@@ -145,11 +145,8 @@ class _Reader:
         if _is_fused(node) and not self._is_stored(node):
             self.sources[node] = inputs
             return
-        if _is_summed_in_place(node):
-            for source, value in zip(node.all_input_nodes, tensors, strict=True):
-                (self.storages[_storage(value)],) = self.sources[source]
-            self.sources[node] = inputs
-            self.program.work.append(Work(self.layer, [], inputs, sent=_sent(node)))
+        if _is_sum_over_group(node):
+            self._read_sum(node, tensors, inputs)
             return
         part = _part_of(node)
         made = [self._buffer(value, part) for value in tensors]
@@ -158,6 +155,18 @@ class _Reader:
         moved: Size = sum((self.program.buffers[number].size for number in [*read, *made]), 0)
         elements = _elements(tensors[0]) if _is_fused(node) else None
         self.program.work.append(Work(self.layer, made, read, _flops(node), moved, _sent(node), elements))
+
+    def _read_sum(self, node: fx.Node, tensors: list[torch.Tensor], inputs: set[int]) -> None:
+        """A sum over the group; Inductor writes it over its operand where nobody else reads that."""
+        operands = _operands(node)
+        made = []
+        for operand, value in zip(operands, tensors, strict=True):
+            if operands.count(operand) == 1 and _is_read_once(operand):
+                (self.storages[_storage(value)],) = self.sources[operand]
+            else:
+                made.append(self._buffer(value, _part_of(node)))
+        self.sources[node] = {self.storages[_storage(value)] for value in tensors}
+        self.program.work.append(Work(self.layer, made, inputs, sent=_sent(node)))
 
     def _read_output(self, node: fx.Node) -> None:
         (outputs,) = node.args
@@ -240,11 +249,21 @@ def _is_view(node: fx.Node) -> bool:
     ) in (aten.reshape, aten._unsafe_view, torch.ops._c10d_functional.wait_tensor)
 
 
-def _is_summed_in_place(node: fx.Node) -> bool:
-    """A sum over the group of what nobody else reads; Inductor writes it over its operand."""
-    if getattr(_packet(node), "__name__", "") not in ("all_reduce", "all_reduce_coalesced"):
-        return False
-    return all(len(x.users) == 1 and x.op == "call_function" for x in node.all_input_nodes)
+def _is_sum_over_group(node: fx.Node) -> bool:
+    return getattr(_packet(node), "__name__", "") in ("all_reduce", "all_reduce_coalesced")
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a collective is given, one as often as it is given."""
+    first = node.args[0]
+    return [x for x in (first if isinstance(first, (list, tuple)) else [first]) if isinstance(x, fx.Node)]
+
+
+def _is_read_once(node: fx.Node) -> bool:
+    """Whether what a node computes, or is a view of, has one reader."""
+    while len(node.users) == 1 and _is_view(node) and isinstance(node.target, torch._ops.OpOverload):
+        node = cast(fx.Node, node.args[0])
+    return len(node.users) == 1 and node.op == "call_function"
 
 
 def _is_fused(node: fx.Node) -> bool:
@@ -306,7 +325,7 @@ def _sent(node: fx.Node) -> Size:
     name = getattr(_packet(node), "__name__", "").removesuffix("_coalesced")
     if "_c10d_functional" not in str(node.target) or name not in _SENDS:
         return 0
-    larger = [node] if name == "all_gather_into_tensor" else node.all_input_nodes
+    larger = [node] if name == "all_gather_into_tensor" else _operands(node)
     moved: Size = sum((tensor_bytes(value) for x in larger for value in _tensors(x.meta["val"])), 0)
     ranks = dist.distributed_c10d._resolve_process_group(cast(Any, node.args[-1])).size()
     return int(_SENDS[name]) * moved * (ranks - 1) / ranks

@@ -62,7 +62,7 @@ def _fused(program: Program) -> list[list[int]]:
 def _dependencies(works: list[Work]) -> list[int]:
     """For each work the set of those that must run before it, as the bits of a number."""
     maker: dict[int, int] = {}
-    before = []
+    before: list[int] = []
     for position, work in enumerate(works):
         found = 0
         for number in work.read:

@@ -18,7 +18,7 @@ from torch import fx
 
 from .. import mesh
 from ..backend import compile_for_rank
-from ..errors import InputError
+from ..errors import InputError, own_error
 from ..layers import shard_lm_head
 from ..report.fake_run import fake_ranks, fake_tensors, run_step
 from .program import Program, Size, tensor_bytes
@@ -87,7 +87,12 @@ def trace_step(
         compiled = torch.compile(model, backend=_recorder(trace))
         # In one process the plain model is compiled, and the setting is torch's own.
         with torch._functorch.config.patch(activation_memory_budget=budget if ranks * tp == 1 else 1.0):
-            run_step(model, compiled, batch(length), autocast=torch.bfloat16 if autocast else None)
+            try:
+                run_step(model, compiled, batch(length), autocast=torch.bfloat16 if autocast else None)
+            except Exception as error:
+                if (refusal := own_error(error)) is None:
+                    raise
+                raise refusal from error
     if not trace.backward:
         raise InputError("the model gave no backward graph: its output needs a loss that depends on its parameters")
     trace.symbol = _length_symbol(trace)

@@ -130,14 +130,15 @@ def _stretches(work: list[Work]) -> list[str]:
         return ["head"] * len(work)
     newest, oldest = max(numbers), min(numbers)
     names = []
-    seen = False
+    current: int | None = None
     for item in work:
-        seen = seen or item.layer is not None
-        if not seen:
+        # Work of the head may be put off until the newest layer runs: it is at that layer's moment, not at one between.
+        current = current if item.layer is None else item.layer
+        if current is None:
             names.append("head")
-        elif item.layer == newest:
+        elif current == newest:
             names.append("last")
-        elif item.layer == oldest:
+        elif current == oldest:
             names.append("first")
         else:
             names.append("middle")
