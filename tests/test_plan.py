@@ -308,6 +308,23 @@ def test_a_refused_model_ends_with_one_line(capsys: pytest.CaptureFixture[str]) 
     assert code == 2 and lines[-1].startswith("autosp: error: aten.cumsum.default: ") and "Traceback" not in lines
 
 
+def test_a_configuration_that_cannot_be_read_ends_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"a":')
+    code, _ = run(str(tmp_path / "config.json"))
+    assert code == 2 and "transformers cannot read it" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_kinds_of_layers_that_follow_from_their_number(tmp_path: Path) -> None:
+    """Mamba's configuration computes them, and lets nobody set them."""
+    from transformers import MambaConfig
+
+    MambaConfig(hidden_size=16, num_hidden_layers=3, vocab_size=32).save_pretrained(tmp_path)
+    one, two, three = (command._elements(str(tmp_path / "config.json"), n) for n in (1, 2, 3))
+    assert two - one == three - two > 0
+
+
 def test_a_length_that_ranks_do_not_divide_is_judged_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = step()
     monkeypatch.setattr(command, "_trace", lambda *_: Layered({1: trace}, layers=1))

@@ -138,16 +138,32 @@ def _checked_batches(spec: str, make: Callable[[int], Any]) -> Callable[[int], M
     return batch
 
 
+def read_config(spec: str | None) -> Any:
+    """The transformers configuration of a folder or a ``config.json``; of the built-in model where `spec` is None.
+
+    Raises:
+        InputError: transformers cannot read it; the reason is in the message.
+    """
+    import transformers
+
+    try:
+        return builtin_config() if spec is None else transformers.AutoConfig.from_pretrained(Path(spec))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InputError(f"MODEL {spec}: transformers cannot read it: {' '.join(str(error).split())}") from error
+
+
 def _transformers_model(spec: str | None, layers: int | None, weights: bool) -> Any:
     import transformers
 
     path = Path(spec) if spec is not None else None
+    config = read_config(spec)
     try:
-        config = builtin_config() if path is None else transformers.AutoConfig.from_pretrained(path)
         if layers is not None:
-            config.get_text_config().num_hidden_layers = layers
-            if getattr(config, "layer_types", None):
-                config.layer_types = config.layer_types[:layers]
+            text = config.get_text_config()
+            text.num_hidden_layers = layers
+            # some classes (Mamba's) compute the kinds from the number of layers, and let nobody set them
+            if "layer_types" in vars(text) and text.layer_types:
+                text.layer_types = text.layer_types[:layers]
         names = getattr(config, "architectures", None) or [None]
         cls = getattr(transformers, str(names[0]), None)
         if weights and path is not None and path.is_dir():

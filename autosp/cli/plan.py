@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosp.cli.model_spec import MODEL_HELP, check_spec, is_factory, load_example
+from autosp.cli.model_spec import MODEL_HELP, check_spec, is_factory, load_example, read_config
 from autosp.cli.progress import reporter
 from autosp.cli.settings import parse_size
 from autosp.errors import ConfigError
@@ -236,11 +236,7 @@ def _layer_counts(model: str | None, layers: int | None) -> tuple[list[int | Non
 
 
 def _text_config(model: str | None) -> Any:
-    from transformers import AutoConfig
-
-    from autosp.cli.models import builtin_config
-
-    return (builtin_config() if model is None else AutoConfig.from_pretrained(model)).get_text_config()
+    return read_config(model).get_text_config()
 
 
 def _few_for_many(elements: Callable[[int], int], kinds: list[Any], whole: int) -> list[int | None]:
