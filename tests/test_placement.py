@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
+import sympy
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.utils._sympy.functions import FloorDiv
 
 from autosp.layout.axis import Axis
+from autosp.layout.exact_division import _reduced
 from autosp.layout.placement import REPLICATE, Partial, Shard, map_view, same_placement, shard_of_dim
 
 
@@ -184,3 +188,25 @@ def test_head_blocks(heads: int, kv_heads: int, ranks: int):
         read = [head * kv_heads // heads for head in range(lo, hi)]
         assert sorted(set(read)) == list(range(first, last))
         assert [first + index for index in blocks.local_key_index(rank)] == read
+
+
+@pytest.mark.parametrize(
+    ("numerator", "divisor", "exact"),
+    [
+        ("s*s", "s", True),
+        ("s*(s + 2)", "s + 2", True),
+        ("s*s + s*t", "s + t", True),
+        ("6*s*t", "3*s", True),
+        ("s*s + 2*s", "2*s", False),  # s / 2 + 1, whose two terms have no common denominator as they stand
+        ("s*s + 3*s*t", "4*s", False),
+        ("s*t + 1", "s", False),
+    ],
+)
+def test_divisions_are_carried_out_where_they_are_exact(numerator: str, divisor: str, exact: bool):
+    symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in "st"}
+    divided = FloorDiv(sympy.sympify(numerator, symbols), sympy.sympify(divisor, symbols))
+    reduced = _reduced(divided)
+    assert reduced.has(FloorDiv) is not exact
+    for s, t in itertools.product(range(2, 7), repeat=2):
+        values = {symbols["s"]: s, symbols["t"]: t}
+        assert reduced.subs(values) == divided.subs(values), (s, t)

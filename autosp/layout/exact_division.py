@@ -26,5 +26,6 @@ def _reduced(expr: sympy.Expr) -> sympy.Expr:
 def _divide(numerator: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr:
     """Polynomials with integer coefficients, one of which divides the other, are exact at every integer."""
     quotient = sympy.cancel(numerator / divisor) if divisor.free_symbols else None
-    exact = quotient is not None and sympy.denom(quotient) == 1
+    # Fractions are brought together first: s / 2 + 1 has a denominator that sympy.denom does not see.
+    exact = quotient is not None and sympy.denom(sympy.together(quotient)) == 1
     return quotient if exact else FloorDiv(numerator, divisor)
