@@ -8,11 +8,13 @@ from typing import Any
 import parity
 import pytest
 import torch
+import toys
 import zoo
 from pool import RankFailure, RankInfo, RankPool
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import autosp
 
@@ -248,3 +250,53 @@ def test_a_layer_used_without_gradient_first(ranks: RankPool) -> None:
     for results in ranks.run(probed, world_size=2):
         for result in results:
             result.check()
+
+
+class DropsWithin(nn.Module):
+    """Dropout on the probabilities of attention and after it, inside a checkpointed region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.toy = toys.build(dropout=0.3)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        toy = self.toy
+
+        def region(x: torch.Tensor) -> torch.Tensor:
+            return x + nn.functional.dropout(toy.attention(toy.norm(x)), 0.3)
+
+        x = checkpoint(region, toy.embed(input_ids), use_reentrant=False)
+        return toys.pad_slice(toy, toy.head(x), labels)
+
+
+def slopes(rank_info: RankInfo) -> tuple[float, float, float, float]:
+    """The loss, that of another seed, the slope along the gradient as the backward has it, and by differences."""
+    autosp.initialize(parity.AOT_EAGER)
+    model = DropsWithin().double().train()
+    compiled = torch.compile(model, backend="autosp")
+
+    def loss(seed: int = 3) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return compiled(**autosp.prepare_batch(toys.batch(17)))
+
+    first, other, step = loss(), loss(4), 1e-5
+    first.backward()
+    used = [p for p in model.parameters() if p.grad is not None]
+    directions = [p.grad.clone() for p in used]
+    ahead_and_behind = []
+    for distance in (step, -2 * step):
+        with torch.no_grad():
+            torch._foreach_add_(used, directions, alpha=distance)
+        ahead_and_behind.append(loss().item())
+    ahead, behind = ahead_and_behind
+    told = sum(d.square().sum().item() for d in directions)
+    return first.item(), other.item(), told, (ahead - behind) / (2 * step)
+
+
+def test_dropout_in_attention_is_the_same_when_recomputed(ranks: RankPool) -> None:
+    """A backward that dropped other positions than its forward would have another slope than the loss."""
+    everyone = ranks.run(slopes, world_size=2, timeout=120)
+    assert everyone[0] == everyone[1]
+    for loss, other, told, measured in everyone:
+        assert loss != other, "dropout is on"
+        assert told == pytest.approx(measured, rel=1e-6)
