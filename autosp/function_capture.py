@@ -60,12 +60,16 @@ def emit_autograd_function(args: Sequence[Any], kwargs: dict[str, Any], location
     listed = [results] if isinstance(results, Tensor) else list(results)
     why_not = "writes to its inputs" if kwargs.get("dirty_idx") else ""
     why_not = why_not or ("" if all(isinstance(x, Tensor) for x in listed) else "returns what is no tensor")
-    if why_not or not all(isinstance(x, (int, torch.SymInt)) for x in numbers):
+    remedy = "write it as torch.library.custom_op with register_autograd, and give that a rule"
+    if not why_not and not all(isinstance(x, (int, torch.SymInt)) for x in numbers):
+        why_not = "takes a number that is no integer and changes from call to call"
+        remedy = f"pass that number to the model as a tensor of no dimensions, torch.tensor(number), or {remedy}"
+    if why_not:
         raise UnsupportedGraphError(
-            f"a torch.autograd.Function {why_not or 'takes a number that is no integer'}",
+            f"a torch.autograd.Function {why_not}",
             operator="autograd_function_apply",
             location=location,
-            remedy="write it as torch.library.custom_op with register_autograd, and give that a rule",
+            remedy=remedy,
         )
     bodies = Bodies(forward, backward, dict(kwargs), is_tensor, isinstance(results, Tensor))
     use = json.dumps(_describe(forward, backward, given, listed, list(saved)))
@@ -153,6 +157,8 @@ def _vanishes(graph: fx.Graph, gradients: int) -> bool:
             vanishing = operands[0] in zero
             if name == "aten::masked_fill":
                 vanishing = vanishing and operands[2] == 0
+        elif name == "aten::clamp":
+            vanishing = operands[0] in zero and _keeps_zero(node)
         elif name in _SUMS:
             # The condition of where chooses; alpha of add multiplies.
             terms = operands[1:] if name == "aten::where" else operands[:2]
@@ -163,6 +169,13 @@ def _vanishes(graph: fx.Graph, gradients: int) -> bool:
             zero.add(node)
     (given,) = graph.output_node().args
     return all(x in zero for x in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(x, fx.Node))
+
+
+def _keeps_zero(clamp: fx.Node) -> bool:
+    """Zero lies within the bounds, which are numbers."""
+    bound = bind_arguments(clamp)
+    low, high = (0.0 if bound.get(name) is None else bound[name] for name in ("min", "max"))
+    return isinstance(low, (int, float)) and isinstance(high, (int, float)) and low <= 0 <= high
 
 
 def _attention(graph: fx.Graph, given: list[Any]) -> dict[str, Any] | None:

@@ -139,6 +139,19 @@ class Reversed(torch.autograd.Function):
         return grad.neg() * ctx.alpha, None
 
 
+class Clipped(torch.autograd.Function):
+    """The gradient of each element within bounds, scaled by a number that is a tensor."""
+
+    @staticmethod
+    def forward(ctx, x, low, high, scale):
+        ctx.bounds, ctx.scale = (low, high), scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(*ctx.bounds) * ctx.scale, None, None, None
+
+
 class Reshaped(torch.autograd.Function):
     """A view of another shape."""
 
@@ -148,7 +161,7 @@ class Reshaped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.view(*grad.shape[:2], 16), None
+        return grad.flatten(2), None  # reads no size: that would be the reason where lengths are open
 
 
 def _sinking(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s_aux: torch.Tensor | None, scale: float) -> Any:
@@ -245,11 +258,16 @@ EXACT: dict[str, Callable[..., torch.Tensor]] = {
     "flash with slopes": _flash(slopes=True),
     "flash with sinks": _sinks(False),
     "reversed": lambda model, x: x.detach() + Reversed.apply(x, 0.3),
+    "clipped": lambda model, x: x + Clipped.apply(x, -1e-3, 2e-3, model.weight[0].detach()),
 }
 UNKNOWN: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "channels": (lambda model, x: Channels.apply(x, model.weight), "its backward has aten.sum"),
     "running sum": (lambda model, x: RunningSum.apply(x), "its forward has aten.cumsum.default"),
     "pushed": (lambda model, x: Pushed.apply(x), "other than zero where the gradient of its result is"),
+    "clipped above zero": (
+        lambda model, x: x + Clipped.apply(x, 1e-3, 2e-3, model.weight[0].detach()),
+        "other than zero where the gradient of its result is",
+    ),
     "first": (lambda model, x: x + First.apply(x, x[:, :, :1]), "results are smaller than its operands"),
     "length": (lambda model, x: x + OverLength.apply(x), "of a tensor inside it would be a rank's own"),
     "descaled": (_sinks(True), "takes q_descale, of which a part would be a rank's"),
@@ -355,3 +373,11 @@ def test_what_no_operator_can_say_is_refused(result: Callable[..., Any], setting
     with pytest.raises(UnsupportedGraphError, match=reason) as refused:
         emit_autograd_function([forward, forward, torch.ones(3)], settings, "model.py:7")
     assert "custom_op" in refused.value.remedy and refused.value.location == "model.py:7"
+
+
+def test_a_number_that_changes_is_refused_with_what_to_pass_in_its_place():
+    """The strength of a gradient reversal follows a schedule: from its second value on it is no constant."""
+    forward = torch.fx.symbolic_trace(lambda x, strength: (x * strength, ()))
+    with pytest.raises(UnsupportedGraphError, match="changes from call to call") as refused:
+        emit_autograd_function([forward, forward, torch.ones(3), 0.5], {}, "model.py:7")
+    assert "as a tensor" in refused.value.remedy and refused.value.location == "model.py:7"
