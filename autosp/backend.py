@@ -155,8 +155,8 @@ def _compile_partitioned(
     for number, config in enumerate(ways):
         if number:
             work, found = _partition(gm, example_inputs, replace(state, config=config))
-        must_fit, raised = number < len(ways) - 1, config.overlap_communication
-        fit = FitMemory(room, lambda x: largest(state, "memory", x), must_fit=must_fit, raised=raised)
+        must_fit = number < len(ways) - 1
+        fit = FitMemory(room, lambda x: largest(state, "memory", x), must_fit=must_fit, config=config)
         try:
             examples = _local_examples(example_inputs, found, work.axis)
             return compile_local(work.graph, examples, config, compiler, fit), work, found

@@ -19,6 +19,8 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.experimental.sym_node import SymNode
 
+from .config import AutoSPConfig
+
 log = logging.getLogger("autosp")
 
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.05, 0.0)
@@ -62,7 +64,7 @@ class FitMemory(CustomPartitionerFn):
             # At exactly 0 the partitioner saves inputs alone, whatever is marked to be kept.
             with functorch_config.patch(activation_memory_budget=max(budget, 1e-6)):
                 parts = min_cut_rematerialization_partition(trial, joint_inputs, **{"compiler": "inductor", **settings})
-            needed = self.largest(peak_bytes(*parts, raised=self.raised))
+            needed = self.largest(peak_bytes(*parts, config=self.config))
             if needed < self.needed:  # recomputing everything at once may need more than recomputing half
                 best, self.budget, self.needed = parts, budget, needed
             if needed <= self.room:
@@ -87,7 +89,7 @@ class FitMemory(CustomPartitionerFn):
         return f"{self.budget:g}, {self.needed / 2**30:.5g} of {self.room / 2**30:.5g} GiB"
 
 
-def peak_bytes(forward: fx.GraphModule, backward: fx.GraphModule, *, raised: bool = False) -> float:
+def peak_bytes(forward: fx.GraphModule, backward: fx.GraphModule, *, config: AutoSPConfig | None = None) -> float:
     """Bytes of activations, gradients and temporaries at the moment of most memory, at the sizes of the compilation."""
     from .plan.schedule import scheduled_program
     from .plan.trace import Trace
@@ -95,7 +97,7 @@ def peak_bytes(forward: fx.GraphModule, backward: fx.GraphModule, *, raised: boo
 
     programs = []
     for gm in (forward, backward):
-        program, env = scheduled_program(gm, raised=raised), _shape_env(gm)
+        program, env = scheduled_program(gm, config), _shape_env(gm)
         for buffer in program.buffers.values():
             buffer.size = _at_hint(buffer.size, env)
         for work in program.work:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .config import AutoSPConfig
 from .fit_memory import FitMemory
 from .gradient_sums import JoinGradientSums
+from .product_order import KeepProductsInOrder
 
 _ATTENTION = ("aten::scaled_dot_product_attention", "autosp::block_attention", "autosp::ring_attention")
 _FUSED_LOSSES = ("autosp::linear_cross_entropy_loss", "autosp::linear_cross_entropy_sums")
@@ -115,10 +116,12 @@ def _inductor_settings(config: AutoSPConfig, fit: FitMemory | None, examples: li
     settings: dict[str, Any] = {"custom_partitioner_fn": fit} if fit is not None else {}
     if frees_at_once(examples):
         settings["allow_buffer_reuse"] = False
-    if not config.overlap_communication:
-        return settings
-    settings["post_grad_custom_post_pass"] = JoinGradientSums(inductor_config.post_grad_custom_post_pass)
-    if not inductor_config.reorder_for_compute_comm_overlap:
-        settings["reorder_for_compute_comm_overlap"] = True
-        settings["reorder_for_compute_comm_overlap_passes"] = ["raise_comms"]
+    last_pass = inductor_config.post_grad_custom_post_pass
+    if config.overlap_communication:
+        last_pass = settings["post_grad_custom_post_pass"] = JoinGradientSums(last_pass)
+        if not inductor_config.reorder_for_compute_comm_overlap:
+            settings["reorder_for_compute_comm_overlap"] = True
+            settings["reorder_for_compute_comm_overlap_passes"] = ["raise_comms"]
+    if config.token_tiles != 1:
+        settings["post_grad_custom_post_pass"] = KeepProductsInOrder(last_pass)
     return settings

@@ -141,11 +141,11 @@ def test_the_figure_is_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None
     graphs: list[torch.fx.GraphModule] = []
     found = []
 
-    def read(gm: torch.fx.GraphModule, *, raised: bool) -> Any:
+    def read(gm: torch.fx.GraphModule, config: Any) -> Any:
         graphs.append(gm)
         if len(graphs) == 2:
-            found.append(peak_bytes(*graphs, raised=raised))
-        return scheduled_program(gm, raised=raised)
+            found.append(peak_bytes(*graphs, config=config))
+        return scheduled_program(gm, config)
 
     monkeypatch.setattr(trace_module, "scheduled_program", read)
     trace = trace_module.trace_step(make, length=2048, ranks=2, dtype=torch.float32)

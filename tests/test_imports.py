@@ -34,7 +34,8 @@ ALLOWED = {
     # measures what a user calls, so it needs nothing of the compiler but the seconds that it took
     "bench.": {"backend", "bench", "custom_ops", "errors"},
     "report.": {"config", "errors", "inputs", "layout", "location", "mesh", "report"},  # looks on, never compiles
-    "plan.": {"backend", "errors", "gradient_sums", "layers", "mesh", "plan", "report"},
+    # a plan reads programs as inner.py has them compiled: the same passes, the same settings
+    "plan.": {"backend", "config", "errors", "gradient_sums", "layers", "mesh", "plan", "product_order", "report"},
     "mesh": {"agreement", "config", "dynamo_settings", "errors", "layers", "weights"},
     "weights": {"agreement", "errors", "mesh"},
     "layers.": {"custom_ops", "errors", "layers", "randomness"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product as product_of
 from random import Random
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from autosp.config import AutoSPConfig
 from autosp.plan import schedule
 from autosp.plan.program import Buffer, Program, Work
 from autosp.plan.schedule import scheduled_program
@@ -32,7 +34,7 @@ def exchanged(x: Any) -> Any:
 def program_of(function: Callable[..., Any], *inputs: torch.Tensor, raised: bool = False) -> tuple[Program, str]:
     gm = make_fx(function, tracing_mode="fake")(*inputs)
     text = str(gm.graph)
-    program = scheduled_program(gm, raised=raised)
+    program = scheduled_program(gm, AutoSPConfig(overlap_communication=raised))
     assert str(gm.graph) == text, "the graph itself stays"
     return program, text
 
@@ -181,12 +183,34 @@ def test_no_work_is_lost_or_put_before_what_it_needs():
             program.buffers[place + 1] = Buffer(wide, "activations")
             read = {random.randrange(place + 1) for _ in range(random.randint(1, 3))}
             fused, sent = random.random() < 0.6, random.choice([0, 0, 5])
-            program.work.append(Work(0, [place + 1], read, sent=0 if fused else sent, elements=wide if fused else None))
-        groups = schedule._fused(program)
-        for raised in (False, True):
-            order = schedule._ordered(program, groups, raised)
+            elements, sent = (wide, 0) if fused else (None, sent)
+            product = not fused and not sent and random.random() < 0.5
+            program.work.append(Work(0, [place + 1], read, sent=sent, elements=elements, product=product))
+        for raised, in_order in product_of((False, True), repeat=2):
+            groups = schedule._fused(program, in_order)
+            order = schedule._ordered(program, groups, raised, in_order)
+            products = [work.made for work in order if work.product]
+            assert not in_order or products == sorted(products)
             assert sorted(n for work in order for n in work.made) == list(range(1, len(program.buffers)))
             there = {0}
             for work in order:
                 assert work.read <= there
                 there |= set(work.made)
+
+
+def test_products_in_their_order_keep_kernels_apart_that_would_join():
+    """The gradient of one weight stands before the product that the other outputs need: they cannot be one kernel."""
+    inputs = [torch.ones(ROWS, NARROW), *weights(), torch.ones(ROWS, NARROW)]
+
+    def function(x: Any, gate: Any, up: Any, down: Any, grad: Any) -> tuple[Any, ...]:
+        g, u = x @ gate, x @ up
+        grad_down = (F.silu(g) * u).t() @ grad
+        grad_wide = grad @ down.t()
+        return grad_down, x.t() @ (grad_wide * F.silu(g)), x.t() @ (grad_wide * u * torch.sigmoid(g))
+
+    kernels = {}
+    for tiles in (1, 2):
+        config = AutoSPConfig(token_tiles=tiles, overlap_communication=False)
+        program = scheduled_program(make_fx(function, tracing_mode="fake")(*inputs), config)
+        kernels[tiles] = [len(work.made) for work in program.work if work.elements == ROWS * WIDE]
+    assert kernels == {1: [3], 2: [1, 2]}

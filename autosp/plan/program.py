@@ -19,6 +19,8 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ..product_order import PRODUCTS
+
 aten = torch.ops.aten
 Size: TypeAlias = int | sympy.Expr
 PARTS = ("activations", "attention", "loss", "communication", "gradients")
@@ -66,6 +68,8 @@ class Work:
     """Bytes that this rank sends to the others of the collective's group."""
     elements: Size | None = None
     """How many elements an elementwise kernel runs over; None for other work."""
+    product: bool = False
+    """A matrix product."""
 
 
 @dataclass
@@ -154,7 +158,8 @@ class _Reader:
         read = inputs - set(made)
         moved: Size = sum((self.program.buffers[number].size for number in [*read, *made]), 0)
         elements = _elements(tensors[0]) if _is_fused(node) else None
-        self.program.work.append(Work(self.layer, made, read, _flops(node), moved, _sent(node), elements))
+        product = node.target in PRODUCTS
+        self.program.work.append(Work(self.layer, made, read, _flops(node), moved, _sent(node), elements, product))
 
     def _read_sum(self, node: fx.Node, tensors: list[torch.Tensor], inputs: set[int]) -> None:
         """A sum over the group; Inductor writes it over its operand where nobody else reads that."""

@@ -11,9 +11,12 @@ wide values that they are made of stay.
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 from torch import fx
 
+from ..config import AutoSPConfig
+from ..errors import InternalError
 from ..gradient_sums import join_gradient_sums
 from .program import Program, Size, Work, read_program
 
@@ -21,12 +24,15 @@ _FAR = 64
 """Inductor joins no kernels that are further apart than this many."""
 
 
-def scheduled_program(gm: fx.GraphModule, *, raised: bool) -> Program:
+def scheduled_program(gm: fx.GraphModule, config: AutoSPConfig | None) -> Program:
     """Read a forward or backward graph of AOTAutograd as the program that Inductor makes of it; the graph stays.
 
     Args:
-        raised: the setting ``overlap_communication``: sums of gradients are joined, and collectives start early.
+        config: ``overlap_communication`` joins sums of gradients and starts collectives early; ``token_tiles`` keeps
+            matrix products in their order. None for the plain model.
     """
+    raised = config is not None and config.overlap_communication
+    in_order = config is not None and config.token_tiles != 1
     if not raised:
         program = read_program(gm.graph)
     else:
@@ -34,15 +40,15 @@ def scheduled_program(gm: fx.GraphModule, *, raised: bool) -> Program:
         graph.output(graph.graph_copy(gm.graph, {}))
         join_gradient_sums(graph)
         program = read_program(graph)
-    groups = _fused(program)
-    program.work = _ordered(program, groups, raised)
+    groups = _fused(program, in_order)
+    program.work = _ordered(program, groups, raised, in_order)
     return program
 
 
-def _fused(program: Program) -> list[list[int]]:
+def _fused(program: Program, in_order: bool) -> list[list[int]]:
     """Elementwise kernels that become one, by position."""
     works = program.work
-    before = _dependencies(works)
+    before = _dependencies(works, in_order)
     groups: list[list[int]] = []
     for position, work in enumerate(works):
         if work.elements is None:
@@ -59,12 +65,16 @@ def _fused(program: Program) -> list[list[int]]:
     return groups
 
 
-def _dependencies(works: list[Work]) -> list[int]:
+def _dependencies(works: list[Work], in_order: bool) -> list[int]:
     """For each work the set of those that must run before it, as the bits of a number."""
     maker: dict[int, int] = {}
     before: list[int] = []
+    product: int | None = None
     for position, work in enumerate(works):
         found = 0
+        if in_order and work.product:
+            found = 0 if product is None else before[product] | 1 << product
+            product = position
         for number in work.read:
             if number in maker:
                 found |= before[maker[number]] | 1 << maker[number]
@@ -107,7 +117,7 @@ def _join(before: list[int], members: list[int]) -> None:
             before[position] |= group | needs
 
 
-def _ordered(program: Program, groups: list[list[int]], raised: bool) -> list[Work]:
+def _ordered(program: Program, groups: list[list[int]], raised: bool, in_order: bool) -> list[Work]:
     """Joined work where the last of it was, and what waited for an earlier part of it right after."""
     works = program.work
     place = list(range(len(works)))
@@ -118,6 +128,9 @@ def _ordered(program: Program, groups: list[list[int]], raised: bool) -> list[Wo
     left = {position: joined.get(position, work) for position, work in enumerate(works) if place[position] == position}
     maker = {number: place[position] for position, work in enumerate(works) for number in work.made}
     waits = {at: {maker[n] for n in work.read if n in maker} - {at} for at, work in left.items()}
+    if in_order:
+        for earlier, later in pairwise(at for at, work in left.items() if work.product):
+            waits[later].add(earlier)
     urgency = _urgency(left, waits) if raised else {}
     followers: dict[int, list[int]] = {}
     for at, needed in waits.items():
@@ -133,6 +146,8 @@ def _ordered(program: Program, groups: list[list[int]], raised: bool) -> list[Wo
             waits[follower].remove(at)
             if not waits[follower]:
                 heapq.heappush(ready, (urgency.get(follower, 0), follower))
+    if len(order) != len(left):
+        raise InternalError(f"{len(left) - len(order)} of {len(left)} kernels wait for each other")
     return order
 
 

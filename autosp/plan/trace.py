@@ -129,7 +129,7 @@ def _recorder(trace: Trace) -> Callable[..., Any]:
     def record(gm: fx.GraphModule, example_inputs: Sequence[Any], **about: Any) -> Any:
         backward = bool(about.get("is_backward"))
         state = mesh.current()
-        program = scheduled_program(gm, raised=state is not None and state.config.overlap_communication)
+        program = scheduled_program(gm, state.config if state is not None else None)
         (trace.backward if backward else trace.forward).append(program)
 
         def run(arguments: list[Any]) -> Any:

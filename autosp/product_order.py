@@ -1,0 +1,49 @@
+"""A pass on Inductor's graphs: matrix products run in the order in which they stand.
+
+The parts of a tiled stretch stand one after another, each with its recomputation, its gradients of activations and of
+weights. Inductor orders by its own estimate of memory and by what the next collective needs, and computes wide values
+of all parts first, and nothing is gained. Each product is therefore told to wait for the one before.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.utils._ordered_set import OrderedSet
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+def keep_products_in_order(graph: fx.Graph) -> int:
+    """Have each matrix product of ``graph`` wait for the one before it, in place.
+
+    Returns:
+        The number of products that wait.
+    """
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+    products = [node for node in graph.nodes if node.target in PRODUCTS]
+    waits = {later: OrderedSet([earlier]) for earlier, later in pairwise(products)}
+    preserve_node_ordering(graph, waits)
+    return len(waits)
+
+
+class KeepProductsInOrder(CustomGraphPass):
+    """``keep_products_in_order`` as Inductor takes passes, after the passes that it is given."""
+
+    def __init__(self, first: Any) -> None:
+        self.first = first
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.first is not None:
+            self.first(graph)
+        keep_products_in_order(graph)
+
+    def uuid(self) -> Any:
+        first = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
+        return None if self.first is not None and first is None else (get_hash_for_files((__file__,)), first)
