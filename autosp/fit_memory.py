@@ -41,12 +41,14 @@ class FitMemory(CustomPartitionerFn):
         room: bytes that activations, gradients and temporaries of a step may take.
         largest: the largest of a number over the ranks that must choose alike; collective.
         must_fit: raise `StepTooLarge` where nothing fits; otherwise the one that needs least is taken.
-        raised: the setting ``overlap_communication``, which decides what is in memory together.
+        config: settings that decide what is in memory together; see `autosp.plan.schedule.scheduled_program`.
     """
 
-    def __init__(self, room: float, largest: Callable[[float], float], *, must_fit: bool, raised: bool = False) -> None:
+    def __init__(
+        self, room: float, largest: Callable[[float], float], *, must_fit: bool, config: AutoSPConfig | None = None
+    ) -> None:
         self.room = room
-        self.raised = raised
+        self.config = config
         self.largest = largest
         self.must_fit = must_fit
         self.budget: float | None = None
