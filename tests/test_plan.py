@@ -316,6 +316,17 @@ def test_a_configuration_that_cannot_be_read_ends_with_one_line(
     assert code == 2 and "transformers cannot read it" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
+def test_a_length_that_the_model_has_no_positions_for_ends_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import BertConfig
+
+    BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32).save_pretrained(tmp_path)
+    code, _ = run(str(tmp_path / "config.json"), "--seq-len", "1k")
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 2 and last.endswith("--seq-len 1024: this model has a table of 512 positions; choose at most 512")
+
+
 def test_kinds_of_layers_that_follow_from_their_number(tmp_path: Path) -> None:
     """Mamba's configuration computes them, and lets nobody set them."""
     from transformers import MambaConfig

@@ -110,7 +110,10 @@ def plan(
         raise ConfigError("--layers is for transformers models; a factory makes the model that it makes")
     speaks = reporter(not json_output, to_stderr=True)
     with speaks.stage("Importing torch and transformers"):
+        from autosp.cli.models import check_length
         from autosp.plan.estimate import Hardware
+    if not is_factory(model):
+        check_length(_text_config(model), length)
     hardware = Hardware(flops=tflops * 1e12, headroom=headroom, **numbers)
     settings = {"fuse_linear_cross_entropy": "always"} if fuse_loss else {}
     counts = _layer_counts(model, layers)
