@@ -34,16 +34,17 @@ def keep_products_in_order(graph: fx.Graph) -> int:
 
 
 class KeepProductsInOrder(CustomGraphPass):
-    """``keep_products_in_order`` as Inductor takes passes, after the passes that it is given."""
+    """``keep_products_in_order`` as Inductor takes passes, after those given: none, one, or (torch 2.13) several."""
 
-    def __init__(self, first: Any) -> None:
-        self.first = first
+    def __init__(self, first: Any = None) -> None:
+        several = isinstance(first, (list, tuple))
+        self.first: tuple[Any, ...] = tuple(first) if several else () if first is None else (first,)
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self.first is not None:
-            self.first(graph)
+        for each in self.first:
+            each(graph)
         keep_products_in_order(graph)
 
     def uuid(self) -> Any:
-        first = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
-        return None if self.first is not None and first is None else (get_hash_for_files((__file__,)), first)
+        others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.first]
+        return None if None in others else (get_hash_for_files((__file__,)), *others)

@@ -46,6 +46,15 @@ def test_it_is_cached_only_where_the_pass_before_it_is():
     assert KeepProductsInOrder(JoinGradientSums(lambda graph: None)).uuid() is None
 
 
+def test_passes_that_it_is_given_run_first():
+    seen: list[int] = []
+    gm = make_fx(lambda x: (x @ x, x.t() @ x))(torch.randn(4, 4))
+    count = len(gm.graph.nodes)
+    for first in (lambda graph: seen.append(len(graph.nodes)), [lambda graph: seen.append(len(graph.nodes))] * 2):
+        KeepProductsInOrder(first)(make_fx(lambda x: (x @ x, x.t() @ x))(torch.randn(4, 4)).graph)
+    assert seen == [count] * 3
+
+
 def most_alive(code: str) -> int:
     """Values as wide as the MLP that the generated code has at once, at most."""
     alive: set[str] = set()
