@@ -69,20 +69,31 @@ def join_gradient_sums(graph: fx.Graph) -> int:
     return len(buckets)
 
 
-class JoinGradientSums(CustomGraphPass):
-    """``join_gradient_sums`` as Inductor takes passes, followed by what a user has set: one pass, or (torch 2.13)
-    several.
+class PassWithOthers(CustomGraphPass):
+    """A pass of ours beside what a user has set: no pass, one, or (torch 2.13) several.
+
+    Args:
+        others: the user's; cached only where they say how they can be told apart.
     """
 
-    def __init__(self, users: Any = None) -> None:
-        several = isinstance(users, (list, tuple))
-        self.users: tuple[Any, ...] = tuple(users) if several else () if users is None else (users,)
+    file: str
+    """The source of the pass, by whose text it is told apart."""
+
+    def __init__(self, others: Any = None) -> None:
+        several = isinstance(others, (list, tuple))
+        self.others: tuple[Any, ...] = tuple(others) if several else () if others is None else (others,)
+
+    def uuid(self) -> Any:
+        others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.others]
+        return None if None in others else (get_hash_for_files((self.file,)), *others)
+
+
+class JoinGradientSums(PassWithOthers):
+    """``join_gradient_sums`` as Inductor takes passes, followed by the others."""
+
+    file = __file__
 
     def __call__(self, graph: fx.Graph) -> None:
         join_gradient_sums(graph)
-        for each in self.users:
+        for each in self.others:
             each(graph)
-
-    def uuid(self) -> Any:
-        others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.users]
-        return None if None in others else (get_hash_for_files((__file__,)), *others)

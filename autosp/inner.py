@@ -111,7 +111,7 @@ def _inductor_settings(config: AutoSPConfig, fit: FitMemory | None, examples: li
     """Sums of gradients are joined, and every collective starts as soon as its inputs are there.
 
     Without the second, the scheduler, which orders by memory, starts a sum just before the next exchange and nothing
-    lies between the two.
+    lies between the two. Where stretches run in parts of the tokens, products keep their order.
     """
     settings: dict[str, Any] = {"custom_partitioner_fn": fit} if fit is not None else {}
     if frees_at_once(examples):

@@ -8,12 +8,12 @@ of all parts first, and nothing is gained. Each product is therefore told to wai
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils._ordered_set import OrderedSet
+
+from .gradient_sums import PassWithOthers
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
@@ -33,18 +33,12 @@ def keep_products_in_order(graph: fx.Graph) -> int:
     return len(waits)
 
 
-class KeepProductsInOrder(CustomGraphPass):
-    """``keep_products_in_order`` as Inductor takes passes, after those given: none, one, or (torch 2.13) several."""
+class KeepProductsInOrder(PassWithOthers):
+    """``keep_products_in_order`` as Inductor takes passes, after the others, which see the products as they are."""
 
-    def __init__(self, first: Any = None) -> None:
-        several = isinstance(first, (list, tuple))
-        self.first: tuple[Any, ...] = tuple(first) if several else () if first is None else (first,)
+    file = __file__
 
     def __call__(self, graph: fx.Graph) -> None:
-        for each in self.first:
+        for each in self.others:
             each(graph)
         keep_products_in_order(graph)
-
-    def uuid(self) -> Any:
-        others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.first]
-        return None if None in others else (get_hash_for_files((__file__,)), *others)
