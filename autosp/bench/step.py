@@ -69,6 +69,8 @@ class StepSettings:
     """More settings of the JSON's "autosp" section, for our own rows."""
     once: bool = False
     """One step a length, for lengths whose step takes minutes: no warm-up and no trace of the collectives."""
+    trace: str = ""
+    """Folder for Chrome traces of rank 0's step, one a length; "" for none."""
 
 
 @dataclass
@@ -203,12 +205,19 @@ def _measure(settings: StepSettings, model: Any, step: Step, length: int, device
         from autosp.bench.overlap import overlap_of
 
         model.zero_grad(set_to_none=True)
-        found = overlap_of(lambda: step(ids))
+        found = overlap_of(lambda: step(ids), _trace_file(settings, length))
         row.collectives_ms, row.overlapped_ms = found["collectives_ms"], found["overlapped_ms"]
     model.zero_grad(set_to_none=True)
     if settings.method == ONE:
         dist.barrier()
     return row
+
+
+def _trace_file(settings: StepSettings, length: int) -> str:
+    if not settings.trace or dist.get_rank() != 0:
+        return ""
+    name = settings.method.lower().replace(",", "").replace(" ", "_")
+    return str(Path(settings.trace, f"{name}-{length}.json.gz"))
 
 
 def _graphs() -> int:

@@ -28,7 +28,9 @@ def step(
         list[str] | None,
         typer.Option(help='Name of a method, as in the table ("autosp"); may be repeated. Default: all importable.'),
     ] = None,
-    nproc: Annotated[int, typer.Option(min=2, help="Processes, one GPU each.")] = 2,
+    nproc: Annotated[
+        int, typer.Option(min=1, help="Processes, one GPU each; with 1, autosp and compiled torch alone.")
+    ] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps; the median is shown.")] = 5,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Layers. Default: 16, a Llama of 1.5 billion (1 on a CPU).")
@@ -51,6 +53,10 @@ def step(
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw tokens a second against length here (.png, .svg, .pdf).")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a Chrome trace of a step of rank 0 into this folder, a file a method and length."),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
@@ -78,7 +84,11 @@ def step(
         from autosp.bench import step as measuring
     if device == "cuda":
         _check_gpus(nproc)
-    names = _methods(only, measuring)
+    names = _methods(only, nproc, measuring)
+    if trace is not None:
+        if once or device != "cuda":
+            raise ConfigError("--trace records a GPU's step of its own: leave out --once and --device cpu")
+        trace.mkdir(parents=True, exist_ok=True)
     rows: list[Any] = []
     for name in names:
         settings = measuring.StepSettings(
@@ -93,6 +103,7 @@ def step(
             checkpoint,
             more if name == measuring.OURS else {},
             once,
+            str(trace.absolute()) if trace is not None else "",
         )
         with speaks.stage(name) as tell:
             found = _run(settings, nproc, debug)
@@ -141,11 +152,16 @@ def _check_gpus(nproc: int) -> None:
         raise ConfigError(f"--nproc {nproc}: torch sees {torch.cuda.device_count()} GPUs here")
 
 
-def _methods(only: list[str] | None, measuring: Any) -> list[str]:
+def _methods(only: list[str] | None, nproc: int, measuring: Any) -> list[str]:
     if only and (unknown := [name for name in only if name not in measuring.METHODS]):
         raise ConfigError(f"unknown methods {unknown}; allowed are {list(measuring.METHODS)}")
+    alone = (measuring.OURS, measuring.ONE)
+    if nproc == 1 and (shared := [name for name in only or () if name not in alone]):
+        raise ConfigError(
+            f"--nproc 1 has nobody to share a sequence with, which {shared} do; allowed are {list(alone)}"
+        )
     names = []
-    for name in only or measuring.METHODS:
+    for name in only or (alone if nproc == 1 else measuring.METHODS):
         if reason := measuring.missing(name):
             print(f"skipped: {name}: {reason}", file=sys.stderr)
         else:
