@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -57,11 +58,15 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def error(value: torch.Tensor, reference: torch.Tensor, floor: float = 0.0) -> float:
-    """Largest difference relative to the largest reference value, or to ``floor`` where that is larger."""
+    """Largest difference relative to the largest reference value, or to ``floor`` where that is larger.
+
+    Infinite where a difference is not a number: a NaN among errors is lost by ``max``.
+    """
     if value.numel() == 0:
         return 0.0
     scale = max(reference.abs().max().item(), floor)
-    return (value - reference).abs().max().item() / (scale or 1.0)
+    found = (value - reference).abs().max().item() / (scale or 1.0)
+    return found if found == found else math.inf
 
 
 def compare(
@@ -91,7 +96,7 @@ def compare(
     floor = max(steps[g.dtype] * g.abs().max().item() for g in expected.values())
     for name in set(expected) & set(found):
         difference = error(found[name], expected[name], floor)
-        if not difference <= result.worst:
+        if difference > result.worst:
             result.worst, result.worst_name = difference, name
     if getattr(out, "logits", None) is not None and reference_out.logits is not None:
         result.logits_error = error(full(out.logits).detach(), reference_out.logits.detach())

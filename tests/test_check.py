@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import parity
 import pytest
 import tool_models
 import torch
@@ -161,6 +162,7 @@ def test_errors_are_relative_and_a_nan_is_never_right() -> None:
     nan = torch.tensor([float("nan"), -4.0])
     assert relative_error(nan, nan) == 0
     assert relative_error(nan, one) != relative_error(nan, one)
+    assert parity.error(nan, one) == parity.error(nan, nan) == float("inf")
     assert tolerance(torch.nn.Linear(1, 1)) == 1e-5 and tolerance(torch.nn.Linear(1, 1).bfloat16()) == 2e-2
 
 
