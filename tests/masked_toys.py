@@ -73,8 +73,15 @@ def square_bias(toy, ids, positions):
     return toy.table((q - k).clamp(0, 7)).permute(2, 0, 1).masked_fill(k > q, float("-inf"))
 
 
+def left_padding(toy, ids, positions):
+    """Queries before the first key that may be seen see nothing: the operator gives zeros, written out it is NaN."""
+    q, k = _places(ids)
+    return (k <= q) & (k > 2)
+
+
 class MaskedToy(nn.Module):
-    """``toys.Toy`` with a mask of ``MASKS``; "is_causal" leaves it to the operator. Values have a size of their own.
+    """``toys.Toy`` with a mask of ``MASKS`` or ``left_padding``; "is_causal" leaves it to the operator. Values have a
+    size of their own. ``dropout`` is that of the operator's probabilities.
 
     ``form`` is "sdpa" or "eager": scores, softmax and mixing written out, over repeated key/value heads.
     """
@@ -88,9 +95,10 @@ class MaskedToy(nn.Module):
         size: int = 4,
         value_size: int = 4,
         form: str = "sdpa",
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.form = form
+        self.form, self.dropout = form, dropout
         self.toy = toys.build(heads=heads, kv_heads=kv_heads, size=size)
         self.mask, self.value_size = mask, value_size
         torch.manual_seed(5)
@@ -112,11 +120,14 @@ class MaskedToy(nn.Module):
         k = attention.k(x).view(rows, length, attention.kv_heads, attention.size).transpose(1, 2)
         v = self.v(x).view(rows, length, attention.kv_heads, self.value_size).transpose(1, 2)
         is_causal = self.mask == "is_causal"
-        mask = None if is_causal else MASKS[self.mask](self, input_ids, position_ids)
+        masks = {**MASKS, "left_padding": left_padding}
+        mask = None if is_causal else masks[self.mask](self, input_ids, position_ids)
         if self.form == "eager":
             return self.finish(x, self.written_out(q, k, v, mask, is_causal), labels)
         grouped = attention.heads != attention.kv_heads
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=self.dropout, is_causal=is_causal, enable_gqa=grouped
+        )
         return self.finish(x, out, labels)
 
     def written_out(self, q, k, v, mask, is_causal: bool) -> torch.Tensor:

@@ -9,8 +9,11 @@ import pytest
 import torch
 import toys
 import zoo
-from pool import RankPool
+from pool import RankInfo, RankPool
 from torch import nn
+from torch.nn import functional as F
+
+import autosp
 
 
 def check_all(everyone: list[list[parity.Result]], rtol: float = 1e-5) -> None:
@@ -35,6 +38,8 @@ def square(kind: str, rows: int, heads: int, length: int) -> torch.Tensor:
         mask = causal.expand(rows, 1, length, length).clone()
         mask[0, :, :, 1:3] &= torch.eye(length, dtype=torch.bool)[:, 1:3]
         return mask
+    if kind == "bool_that_hides_rows":
+        return causal.expand(rows, 1, length, length) & (torch.arange(length) > 2)
     generator = torch.Generator().manual_seed(3)
     bias = torch.zeros(length, length).masked_fill(~causal, torch.finfo(torch.float32).min)
     if kind == "float_shared":
@@ -49,7 +54,8 @@ def square(kind: str, rows: int, heads: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "kind",
     parity.mostly_slow(
-        ["bool_4d", "float_shared", "float_per_head", "float_keys_only", "float_3d"], ["bool_4d", "float_3d"]
+        ["bool_4d", "bool_that_hides_rows", "float_shared", "float_per_head", "float_keys_only", "float_3d"],
+        ["bool_4d", "float_3d"],
     ),
 )
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -129,6 +135,50 @@ class WrittenOut(nn.Module):
 def test_attention_written_out(ranks: RankPool, world: int, sinks: bool):
     build = functools.partial(WrittenOut, sinks)
     check_all(ranks.run(parity.run_model, build, [toys.batch(16), toys.batch(17)], world_size=world))
+
+
+class DropsProbabilities(nn.Module):
+    """Attention to all tokens alike, of values that tell the tokens apart: what it gives is its probabilities."""
+
+    def __init__(self, form: str, length: int) -> None:
+        super().__init__()
+        self.form, self.length = form, length
+        self.embed = nn.Embedding.from_pretrained(torch.eye(length), freeze=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        v = self.embed(input_ids).unsqueeze(1).expand(-1, 5, -1, -1)
+        q = k = v * 0
+        if self.form == "sdpa":
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
+        else:
+            out = F.dropout((q @ k.transpose(-1, -2)).softmax(-1), 0.25) @ v
+        return out.transpose(1, 2)
+
+
+def dropped(rank_info: RankInfo, form: str) -> list[torch.Tensor]:
+    autosp.initialize(parity.CASE)
+    length = 17
+    compiled = torch.compile(DropsProbabilities(form, length), backend="autosp")
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(compiled(**autosp.prepare_batch({"input_ids": torch.arange(length).expand(2, length)})))
+    return [output.full_tensor().detach() for output in outputs]
+
+
+@pytest.mark.parametrize("form", ["sdpa", "written out"])
+def test_heads_of_different_ranks_drop_other_probabilities(ranks: RankPool, form: str):
+    everyone = ranks.run(dropped, form, world_size=3)
+    for outputs in zip(*everyone, strict=True):
+        assert all(torch.equal(outputs[0], output) for output in outputs), "all ranks see one and the same output"
+    first, again, other = everyone[0]
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    rows = [row for batch in first.transpose(1, 2).unbind() for row in batch.unbind()]
+    assert len(rows) == 10
+    for index, row in enumerate(rows):
+        assert not any(torch.equal(row, earlier) for earlier in rows[:index]), "heads and rows of the batch drop alike"
+    assert first.unique().tolist() == [0.0, pytest.approx(1 / 17 / 0.75)]
+    assert (first == 0).double().mean().item() == pytest.approx(0.25, abs=0.03)
 
 
 class TalkingHeads(nn.Module):

@@ -65,6 +65,28 @@ def test_masks_of_attention_that_is_written_out(ranks: RankPool, mask: str):
     check(ranks, mask, "auto", 3, lengths=(17,), form="eager")
 
 
+@pytest.mark.parametrize("strategy", parity.mostly_slow(["ulysses", "allgather_kv", "ring", "hybrid"], ["ring"]))
+def test_rows_that_see_nothing(ranks: RankPool, inner: str, strategy: str):
+    world = 4 if strategy == "hybrid" else 3
+    check(ranks, "left_padding", strategy, world, lengths=(17,), inner=inner)
+
+
+NONE_DROPPED = 1e-8
+"""A probability that is less than a step of the draws: one process can be compared."""
+
+
+@pytest.mark.parametrize(
+    ("mask", "dropout"),
+    [
+        ("left_padding", NONE_DROPPED),
+        *(pytest.param(mask, NONE_DROPPED, marks=slow) for mask in MASKS),
+        pytest.param("is_causal", 1.0, marks=slow),
+    ],
+)
+def test_masks_under_dropout(ranks: RankPool, inner: str, mask: str, dropout: float):
+    check(ranks, mask, "auto", 3, lengths=(17,), inner=inner, value_size=6, dropout=dropout)
+
+
 @pytest.mark.parametrize("strategy", ["ulysses", "allgather_kv", "ring", pytest.param("hybrid", marks=slow)])
 @slow
 def test_values_of_another_size_and_few_heads(ranks: RankPool, strategy: str):

@@ -41,5 +41,7 @@ def draw_seed(device: torch.device, replicated_over: str | None) -> torch.Tensor
 
 def drop(x: torch.Tensor, p: float, seed: torch.Tensor, rank: int) -> torch.Tensor:
     """``x`` with elements dropped with probability ``p`` and the rest scaled by ``1 / (1 - p)``."""
+    if p == 1:
+        return x * 0  # not zeros_like: the gradient is zero, not absent
     keep = uniform_bits(seed, x.shape, rank, x.device) >= int(p * 2**24)
     return torch.where(keep, x * (1.0 / (1.0 - p)), torch.zeros_like(x))

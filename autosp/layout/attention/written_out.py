@@ -33,6 +33,7 @@ def written_out(call: OpCall, local: dict, mask: torch.Tensor | None) -> torch.T
         scores = scores.masked_fill(hidden, float("-inf"))
     elif mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    probabilities = torch.softmax(scores, dim=-1)
+    # As the operator has it: a row that sees nothing is zeros, and no NaN in its gradients.
+    probabilities = torch.ops.aten._safe_softmax.default(scores, -1)
     probabilities = drop(probabilities, call["dropout_p"], draw_seed(q.device, None), call.axis.rank)
     return torch.matmul(probabilities.to(v.dtype), v)
