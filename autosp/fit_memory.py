@@ -14,12 +14,12 @@ from typing import Any, cast
 
 import sympy
 import torch
-import torch._functorch.config as functorch_config
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.experimental.sym_node import SymNode
 
 from .config import AutoSPConfig
+from .offload import partition
 
 log = logging.getLogger("autosp")
 
@@ -56,16 +56,13 @@ class FitMemory(CustomPartitionerFn):
         """Bytes of the chosen partition at its moment of most memory, on the rank that needs most."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
-
+        offload = self.config is not None and self.config.activation_offloading is True
         best: Any = None
         self.needed = float("inf")
         for budget in BUDGETS:
             trial = fx.GraphModule(gm, copy.deepcopy(gm.graph))
             trial.meta.update(gm.meta)
-            # At exactly 0 the partitioner saves inputs alone, whatever is marked to be kept.
-            with functorch_config.patch(activation_memory_budget=max(budget, 1e-6)):
-                parts = min_cut_rematerialization_partition(trial, joint_inputs, **{"compiler": "inductor", **settings})
+            parts = partition(trial, joint_inputs, offload=offload, budget=budget, **settings)
             needed = self.largest(peak_bytes(*parts, config=self.config))
             if needed < self.needed:  # recomputing everything at once may need more than recomputing half
                 best, self.budget, self.needed = parts, budget, needed

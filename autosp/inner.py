@@ -1,8 +1,7 @@
 """The inner compiler of a local program, with the settings of torch that matter for long sequences.
 
-Memory and overlap are torch's own: its partitioner chooses what to save under a budget, its offloading moves saved
-activations to the host, its scheduler moves the waits of collectives. Here they are only switched on, for the programs
-of this package and no others.
+Memory and overlap are torch's own where they can be: its partitioner chooses what to save under a budget, its scheduler
+moves the waits of collectives. Here they are switched on, for the programs of this package and no others.
 """
 
 from __future__ import annotations
@@ -18,11 +17,14 @@ from torch import fx
 from torch._dynamo import lookup_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .config import AutoSPConfig
 from .fit_memory import FitMemory
 from .gradient_sums import JoinGradientSums
+from .host_copy_order import place_host_copies
+from .offload import OffloadSaved
 from .product_order import KeepProductsInOrder
 
 _ATTENTION = ("aten::scaled_dot_product_attention", "autosp::block_attention", "autosp::ring_attention")
@@ -53,12 +55,13 @@ def compile_local(
     keeps = config.checkpointing_keeps == "attention"
     if keeps or config.activation_memory_budget == "auto" or config.activation_memory_budget < 1:
         keep_attention_and_losses(graph, checkpointed=keeps)
-    if fit is not None and config.inner_backend == "aot_eager" and compiler is None:
-        run = aot_autograd(fw_compiler=boxed_nop, partition_fn=fit, keep_inference_input_mutations=True)
-    with _partitioner_settings(config, fit):
+    partitioner = fit if fit is not None else OffloadSaved() if config.activation_offloading is True else None
+    if partitioner is not None and config.inner_backend == "aot_eager" and compiler is None:
+        run = aot_autograd(fw_compiler=boxed_nop, partition_fn=partitioner, keep_inference_input_mutations=True)
+    with _partitioner_settings(config, partitioner):
         if config.inner_backend != "inductor":
             return run(graph, examples)
-        return run(graph, examples, config_patches=_inductor_settings(config, fit, examples))
+        return run(graph, examples, config_patches=_inductor_settings(config, partitioner, examples))
 
 
 def keep_attention_and_losses(graph: fx.GraphModule, *, checkpointed: bool) -> None:
@@ -91,37 +94,44 @@ def frees_at_once(examples: list[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _partitioner_settings(config: AutoSPConfig, fit: FitMemory | None) -> Iterator[None]:
+def _partitioner_settings(config: AutoSPConfig, partitioner: CustomPartitionerFn | None) -> Iterator[None]:
     """Settings of AOTAutograd's partitioner; those that are at their default are left to the user's own."""
     settings: dict[str, Any] = {}
-    if fit is not None:
+    if partitioner is not None:
         # AOTAutograd's cache asks no partitioner for its name: a program found there would be one of another choice,
         # and a rank that finds one would not take part in choosing.
         settings["enable_autograd_cache"] = False
     if config.activation_memory_budget != "auto" and config.activation_memory_budget < 1:
         # At exactly 0 the partitioner saves inputs alone, whatever is marked to be kept.
         settings["activation_memory_budget"] = max(config.activation_memory_budget, 1e-6)
-    if config.activation_offloading is True:
-        settings.update(enable_activation_offloading=True, activation_offload_separate_stream=True)
     with functorch_config.patch(settings) if settings else contextlib.nullcontext():
         yield
 
 
-def _inductor_settings(config: AutoSPConfig, fit: FitMemory | None, examples: list[Any]) -> dict[str, Any]:
+def _inductor_settings(
+    config: AutoSPConfig, partitioner: CustomPartitionerFn | None, examples: list[Any]
+) -> dict[str, Any]:
     """Sums of gradients are joined, and every collective starts as soon as its inputs are there.
 
     Without the second, the scheduler, which orders by memory, starts a sum just before the next exchange and nothing
-    lies between the two. Where stretches run in parts of the tokens, products keep their order.
+    lies between the two. Where stretches run in parts of the tokens, products keep their order. Copies to the host and
+    back take their places last.
     """
-    settings: dict[str, Any] = {"custom_partitioner_fn": fit} if fit is not None else {}
+    settings: dict[str, Any] = {} if partitioner is None else {"custom_partitioner_fn": partitioner}
     if frees_at_once(examples):
         settings["allow_buffer_reuse"] = False
     last_pass = inductor_config.post_grad_custom_post_pass
+    users = inductor_config.reorder_for_compute_comm_overlap
+    orders = list(inductor_config.reorder_for_compute_comm_overlap_passes) if users else []
     if config.overlap_communication:
         last_pass = settings["post_grad_custom_post_pass"] = JoinGradientSums(last_pass)
-        if not inductor_config.reorder_for_compute_comm_overlap:
-            settings["reorder_for_compute_comm_overlap"] = True
-            settings["reorder_for_compute_comm_overlap_passes"] = ["raise_comms"]
+        if not users:
+            orders.append("raise_comms")
+    if config.activation_offloading is True:
+        orders.append(place_host_copies)
+    if orders:
+        settings["reorder_for_compute_comm_overlap"] = True
+        settings["reorder_for_compute_comm_overlap_passes"] = orders
     if config.token_tiles != 1:
         settings["post_grad_custom_post_pass"] = KeepProductsInOrder(last_pass)
     return settings

@@ -37,3 +37,20 @@ def user_location(node: fx.Node | Mapping[str, Any]) -> str:
     code = lines[index + 1].strip() if index + 1 < len(lines) and not _FRAME.search(lines[index + 1]) else ""
     where = f"{match.group(1)}:{match.group(2)}, in {match.group(3).strip()}"
     return f"{where}: {code}" if code else where
+
+
+_NUMBERED = re.compile(
+    r"(?:^|\.)(?:layers?|h|blocks?|block)\.(\d+)(?:\.|$|')|(?:layers?|h|blocks?)\._modules\['(\d+)'\]"
+)
+
+
+def module_stack(node: fx.Node) -> str:
+    """The path of the module that made a node, or for a backward's node made the one that it differentiates."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def layer_number(node: fx.Node, current: int | None) -> int | None:
+    """The number of the node's layer; a node that says nothing belongs where the last one did."""
+    match = _NUMBERED.search(module_stack(node))
+    return int(match.group(1) or match.group(2)) if match else current

@@ -7,8 +7,7 @@ when such an operator reads it, or when the graph returns it.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -19,15 +18,26 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ..custom_ops.host_copy import COPIES, FROM_HOST, FROM_HOST_DONE, TO_HOST
+from ..location import layer_number, module_stack
 from ..product_order import PRODUCTS
 
 aten = torch.ops.aten
 Size: TypeAlias = int | sympy.Expr
 PARTS = ("activations", "attention", "loss", "communication", "gradients")
 _RNG = "_rng_state"
-_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?|block)\.(\d+)(?:\.|$|')|(?:layers?|h|blocks?)\._modules\['(\d+)'\]")
-_CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
-_CPU_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_SDPA = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
+    }
+)  # fmt: skip
+_SDPA_BACKWARD = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu_backward, aten._scaled_dot_product_flash_attention_backward,
+        aten._scaled_dot_product_efficient_attention_backward, aten._scaled_dot_product_cudnn_attention_backward,
+    }
+)  # fmt: skip
 # Lowered to loads and stores inside a fused kernel, though torch does not tag them as elementwise.
 _FUSED = frozenset(
     {
@@ -70,6 +80,8 @@ class Work:
     """How many elements an elementwise kernel runs over; None for other work."""
     product: bool = False
     """A matrix product."""
+    copies: Any = None
+    """The operator of `autosp.custom_ops.host_copy` that it is, if one."""
 
 
 @dataclass
@@ -129,6 +141,8 @@ class _Reader:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and not _is_random_state(node):
             number = self._buffer(value, "activations")
+            if any(user.target is FROM_HOST for user in node.users):
+                self.program.buffers[number].size = 0  # the host's memory
             self.program.given[node.name] = number
             self.sources[node] = {number}
 
@@ -137,7 +151,10 @@ class _Reader:
         inputs = set().union(*(self.sources.get(source, set()) for source in node.all_input_nodes))
         if not tensors or _is_random_state(node):
             return
-        self.layer = _layer_of(node, self.layer)
+        self.layer = layer_number(node, self.layer)
+        if node.target in COPIES:
+            self._read_host_copy(node, inputs)
+            return
         known = {self.storages[_storage(value)] for value in tensors if _storage(value) in self.storages}
         if len(tensors) == 1 and known or _is_view(node):
             # one of several results, a view of a buffer, or a view of what is not stored
@@ -172,6 +189,19 @@ class _Reader:
                 made.append(self._buffer(value, _part_of(node)))
         self.sources[node] = {self.storages[_storage(value)] for value in tensors}
         self.program.work.append(Work(self.layer, made, inputs, sent=_sent(node)))
+
+    def _read_host_copy(self, node: fx.Node, inputs: set[int]) -> None:
+        """Memory of the host counts nothing; the end of a copy gives a value of no size, for what must run after it."""
+        if node.target in (TO_HOST, FROM_HOST):
+            made = self._buffer(node.meta["val"], _part_of(node))
+            self.sources[node] = {made}
+        else:
+            made = len(self.program.buffers)
+            self.program.buffers[made] = Buffer(0, _part_of(node))
+            self.sources[node] = {made} | (inputs if node.target is FROM_HOST_DONE else set())
+        if node.target is TO_HOST:
+            self.program.buffers[made].size = 0
+        self.program.work.append(Work(self.layer, [made], inputs, copies=node.target))
 
     def _read_output(self, node: fx.Node) -> None:
         (outputs,) = node.args
@@ -277,44 +307,26 @@ def _is_fused(node: fx.Node) -> bool:
     return torch.Tag.pointwise in node.target.tags or _packet(node) in _FUSED
 
 
-def _stack(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return str(list(stack.values())[-1][0]) if stack else ""
-
-
-def _layer_of(node: fx.Node, current: int | None) -> int | None:
-    """The number of the node's layer; a node that says nothing belongs where the last one did."""
-    match = _LAYER.search(_stack(node))
-    return int(match.group(1) or match.group(2)) if match else current
-
-
 def _part_of(node: fx.Node) -> str:
     name = str(_call(node)[0])
     if "_c10d_functional" in name:
         return "communication"
     if "scaled_dot_product" in name or "flash_attention" in name:
         return "attention"
-    stack = _stack(node)
+    stack = module_stack(node)
     trace = (node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or "").lower()
     if stack.endswith(("lm_head", "lm_head']")) or "loss" in trace.rsplit("file ", 1)[-1] or "cross_entropy" in trace:
         return "loss"
     return "activations"
 
 
-def _shapes(values: Iterable[Any]) -> list[Any]:
-    return [v.meta["val"].shape if isinstance(v, fx.Node) else v for v in values]
-
-
 def _flops(node: fx.Node) -> Size:
     """Floating-point operations of a product or an attention (causal: half), by torch's own formulas."""
     target, args, kwargs = _call(node)
-    if target is _CPU_FLASH:
-        count = sdpa_flop_count(*_shapes(args[:3]))
-        return _halved(count, len(args) > 4 and bool(args[4]))
-    if target is _CPU_FLASH_BACKWARD:
-        count = sdpa_backward_flop_count(*_shapes(args[:4]))
-        return _halved(count, len(args) > 7 and bool(args[7]))
-    formula = flop_registry.get(_packet(node))
+    packet = _packet(node)
+    if packet in _SDPA or packet in _SDPA_BACKWARD:
+        return _attention_flops(target, args, kwargs, backward=packet in _SDPA_BACKWARD)
+    formula = flop_registry.get(packet)
     if formula is None:
         return 0
     value = lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x  # noqa: E731
@@ -322,8 +334,16 @@ def _flops(node: fx.Node) -> Size:
     return expression(count)
 
 
-def _halved(count: Any, causal: bool) -> Size:
-    return expression(count) / 2 if causal else expression(count)
+def _attention_flops(target: Any, args: Sequence[Any], kwargs: dict[str, Any], *, backward: bool) -> Size:
+    names = [argument.name for argument in target._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    *gradient, query, key, value = (x.meta["val"].shape for x in args[: 3 + backward])
+    # Each key head meets the queries of its group: as many products as if it were repeated. torch 2.11's formulas
+    # refuse fewer key heads than query heads.
+    key, value = (torch.Size((x[0], query[1], *x[2:])) for x in (key, value))
+    formula: Callable[..., Any] = sdpa_backward_flop_count if backward else sdpa_flop_count
+    count = formula(*gradient, query, key, value)
+    return expression(count) / 2 if given.get("is_causal") else expression(count)
 
 
 def _sent(node: fx.Node) -> Size:

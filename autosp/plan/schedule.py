@@ -18,6 +18,7 @@ from torch import fx
 from ..config import AutoSPConfig
 from ..errors import InternalError
 from ..gradient_sums import join_gradient_sums
+from ..host_copy_order import order_with_copies
 from .program import Program, Size, Work, read_program
 
 _FAR = 64
@@ -41,8 +42,18 @@ def scheduled_program(gm: fx.GraphModule, config: AutoSPConfig | None) -> Progra
         join_gradient_sums(graph)
         program = read_program(graph)
     groups = _fused(program, in_order)
-    program.work = _ordered(program, groups, raised, in_order)
+    program.work = _with_copies(_ordered(program, groups, raised, in_order))
     return program
+
+
+def _with_copies(works: list[Work]) -> list[Work]:
+    """Copies to the host and back where `autosp.host_copy_order` puts them in the end."""
+    kinds = {position: work.copies for position, work in enumerate(works) if work.copies is not None}
+    if not kinds:
+        return works
+    maker = {number: position for position, work in enumerate(works) for number in work.made}
+    needs = [sorted({maker[number] for number in work.read if number in maker} - {at}) for at, work in enumerate(works)]
+    return [works[position] for position in order_with_copies(needs, kinds)]
 
 
 def _fused(program: Program, in_order: bool) -> list[list[int]]:
