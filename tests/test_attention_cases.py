@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import parity
 import pytest
@@ -179,6 +180,39 @@ def test_heads_of_different_ranks_drop_other_probabilities(ranks: RankPool, form
         assert not any(torch.equal(row, earlier) for earlier in rows[:index]), "heads and rows of the batch drop alike"
     assert first.unique().tolist() == [0.0, pytest.approx(1 / 17 / 0.75)]
     assert (first == 0).double().mean().item() == pytest.approx(0.25, abs=0.03)
+
+
+class CloseScores(nn.Module):
+    """Scores of 256 and 257 under dropout that drops nothing; bfloat16 has no number between 256 and 258."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding.from_pretrained(torch.tensor([[16.0, 0.0], [16.0, 1.0]]))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids).unsqueeze(1).expand(-1, 3, -1, -1)
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=1e-8, scale=1.0).transpose(1, 2)
+
+
+def close_scores(rank_info: RankInfo, ids: torch.Tensor) -> list[torch.Tensor]:
+    autosp.initialize(parity.CASE)
+    found = []
+    for half in (True, False):
+        compiled = torch.compile(CloseScores().to(torch.bfloat16 if half else torch.float), backend="autosp")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not half):
+            found.append(compiled(**autosp.prepare_batch({"input_ids": ids})).full_tensor())
+    return found
+
+
+def test_scores_under_dropout_are_in_single_precision(ranks: RankPool):
+    """With bf16 weights and under autocast, as in the operator."""
+    ids = torch.arange(17).remainder(2).expand(2, 17)
+    ones = 8 * math.e
+    expected = torch.where(ids == 1, ones / (ones + 9), 8 / 17)
+    for outputs in ranks.run(close_scores, ids):
+        for output in outputs:
+            assert output.dtype == torch.bfloat16
+            torch.testing.assert_close(output[..., 1].float(), expected[..., None].expand(2, 17, 3), rtol=1e-2, atol=0)
 
 
 class TalkingHeads(nn.Module):
