@@ -80,6 +80,10 @@ class FitMemory(CustomPartitionerFn):
             )  # fmt: skip
         return best
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: torch's cache of compiled graphs pickles its settings, and a graph is what was chosen."""
+        return {}
+
     def uuid(self) -> None:
         """None: the choice depends on more than the graph. That alone keeps nothing out of a cache: `autosp.inner`
         switches that of whole joint graphs off."""

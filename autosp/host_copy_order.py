@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch._inductor.ir import MultiOutput
+
 from .custom_ops.host_copy import COPIES, FROM_HOST, FROM_HOST_DONE, TO_HOST, TO_HOST_DONE
 
 AHEAD = 2
@@ -26,18 +28,34 @@ def place_host_copies(snodes: list[Any]) -> list[Any]:
     Returns:
         The same nodes in another such order; all but those that copy stay in theirs.
     """
-    makers = {name: number for number, snode in enumerate(snodes) for name in snode.get_buffer_names()}
+    items = _items(snodes)
+    makers = {name: number for number, item in enumerate(items) for snode in item for name in snode.get_buffer_names()}
     needs = []
+    for number, item in enumerate(items):
+        names = sorted({str(dependency.name) for snode in item for dependency in snode.unmet_dependencies})
+        needs.append([makers[name] for name in names if makers.get(name, number) != number])
+    kinds = {number: operator for number, item in enumerate(items) if (operator := _operator(item[0])) is not None}
+    return [snode for number in order_with_copies(needs, kinds) for snode in items[number]]
+
+
+def _items(snodes: list[Any]) -> list[list[Any]]:
+    """The nodes, and those that copy each with the node that takes the tensor out of what the operator gives."""
+    items: list[list[Any]] = []
+    copies: dict[str, list[Any]] = {}
     for snode in snodes:
-        own = set(snode.get_buffer_names())
-        names = sorted({str(dependency.name) for dependency in snode.unmet_dependencies} - own)
-        needs.append([makers[name] for name in names if name in makers])
-    kinds = {}
-    for number, snode in enumerate(snodes):
-        operator = getattr(getattr(snode, "node", None), "op_overload", None)
-        if operator in COPIES:
-            kinds[number] = operator
-    return [snodes[number] for number in order_with_copies(needs, kinds)]
+        needed = [str(dependency.name) for dependency in snode.unmet_dependencies]
+        if isinstance(getattr(snode, "node", None), MultiOutput) and len(needed) == 1 and needed[0] in copies:
+            copies[needed[0]].append(snode)
+            continue
+        items.append([snode])
+        if _operator(snode) is not None:
+            copies.update(dict.fromkeys(snode.get_buffer_names(), items[-1]))
+    return items
+
+
+def _operator(snode: Any) -> Any:
+    operator = getattr(getattr(snode, "node", None), "op_overload", None)
+    return operator if operator in COPIES else None
 
 
 def order_with_copies(needs: Sequence[Sequence[int]], kinds: Mapping[int, Any]) -> list[int]:

@@ -69,8 +69,8 @@ def partition(
 def offload_saved(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int) -> list[str]:
     """Move large values that ``forward`` saves for ``backward`` to the host in between, in place.
 
-    Views of inputs and of outputs of the model stay, since their memory does; so does what the last layer saves, which
-    the backward needs at once.
+    Views of inputs and of outputs of the model stay, since their memory does, several views of one value, and what the
+    last layer and what follows it save, which the backward needs at once.
 
     Args:
         num_fwd_outputs: how many outputs of the forward are results; the rest is saved.
@@ -103,13 +103,20 @@ def _chosen(forward: fx.GraphModule, num_fwd_outputs: int) -> list[fx.Node]:
     if not candidates:
         return []
     sizes = {node: _count(node.meta["val"]) * node.meta["val"].element_size() for node in candidates}
-    layers = {node: layer_number(node, None) for node in candidates}
-    numbers = {layer for layer in layers.values() if layer is not None}
-    last = max(numbers) if len(numbers) > 1 else None
     large = max(sizes.values()) * SMALLEST
-    chosen = [node for node in candidates if sizes[node] >= large and (last is None or layers[node] != last)]
     place = {node: number for number, node in enumerate(forward.graph.nodes)}
+    end = _last_layer(forward.graph, place)
+    chosen = [node for node in candidates if sizes[node] >= large and place[_attached(node)] < end]
     return sorted(chosen, key=lambda node: (place[_last_item(_attached(node))], place[node]))
+
+
+def _last_layer(graph: fx.Graph, place: dict[fx.Node, int]) -> int:
+    """Where the last layer begins: what is saved from there on the backward needs at once."""
+    layers = {node: number for node in graph.nodes if (number := layer_number(node, None)) is not None}
+    if len(set(layers.values())) < 2:
+        return len(place)
+    last = max(layers.values())
+    return min(place[node] for node, number in layers.items() if number == last)
 
 
 def _copy_to_host(graph: fx.Graph, chosen: list[fx.Node]) -> list[fx.Node]:

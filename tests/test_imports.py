@@ -36,8 +36,18 @@ ALLOWED = {
     "report.": {"config", "errors", "inputs", "layout", "location", "mesh", "report"},  # looks on, never compiles
     # a plan reads programs as inner.py has them compiled: the same passes, the same settings
     "plan.": {
-        "backend", "config", "custom_ops", "errors", "gradient_sums", "host_copy_order", "layers", "location", "mesh",
-        "plan", "product_order", "report",
+        "backend",
+        "config",
+        "custom_ops",
+        "errors",
+        "gradient_sums",
+        "host_copy_order",
+        "layers",
+        "location",
+        "mesh",
+        "plan",
+        "product_order",
+        "report",
     },  # fmt: skip
     "mesh": {"agreement", "config", "dynamo_settings", "errors", "layers", "weights"},
     "weights": {"agreement", "errors", "mesh"},

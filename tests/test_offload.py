@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,29 @@ def test_exact_under_inductor(ranks: RankPool, case: str) -> None:
         assert moved >= 2
         for result in results:
             result.check()
+
+
+@pytest.mark.slow
+def test_order_in_the_code_of_inductor(fake_ranks: Callable[..., None]) -> None:
+    """Two copies are on their way in what Inductor writes, whatever its own order is: so it stands in the code."""
+    from torch._inductor.utils import run_and_get_code
+
+    from autosp.backend import autosp_backend
+
+    fake_ranks(2)
+    autosp.initialize({"autosp": {"activation_offloading": True}})
+    compiled = torch.compile(llama(), backend=autosp_backend)
+
+    def step() -> None:
+        compiled(**autosp.prepare_batch(zoo.batch(64))).loss.backward()
+
+    _, codes = run_and_get_code(step)
+    calls = re.findall(r"= torch\.ops\.autosp\.((?:to|from)_host(?:_done)?)\.", "\n".join(codes))
+    leaving, coming = ([call for call in calls if call.startswith(way)] for way in ("to", "from"))
+    count = leaving.count("to_host")
+    assert count > 8
+    assert leaving == ["to_host"] * 2 + ["to_host_done", "to_host"] * (count - 2) + ["to_host_done"] * 2
+    assert coming == ["from_host"] * 2 + ["from_host_done", "from_host"] * (count - 2) + ["from_host_done"] * 2
 
 
 def partitioned(function: Callable[..., Any], *inputs: torch.Tensor, move: bool = True) -> list[fx.GraphModule]:
@@ -252,9 +276,9 @@ def test_the_same_gradients_on_a_gpu(fake_ranks: Callable[..., None], keeps: str
     from autosp.backend import autosp_backend
 
     found = []
+    fake_ranks(2)
     for moved in (False, True):
         torch._dynamo.reset()
-        fake_ranks(2)
         section = {"activation_offloading": moved, **({"checkpointing_keeps": keeps} if keeps else {})}
         autosp.initialize({"autosp": section}, device_type="cuda")
         torch.manual_seed(0)
@@ -269,5 +293,5 @@ def test_the_same_gradients_on_a_gpu(fake_ranks: Callable[..., None], keeps: str
             compiled(**autosp.prepare_batch(batch)).loss.backward()
         found.append(([p.grad.clone() for p in model.parameters()], torch.cuda.max_memory_allocated()))
     (plain, kept), (offloaded, less) = found
-    assert less < kept
+    assert less < 0.9 * kept
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
