@@ -181,25 +181,31 @@ def test_the_last_layer_stays(fake_ranks: Callable[..., None], monkeypatch: pyte
     assert {0, 1} <= set(layers) and 2 not in layers
 
 
-def test_a_plan_counts_the_devices_memory(fake_ranks: Callable[..., None]) -> None:
-    """With budget "auto" a step that does not fit otherwise is offloaded, and needs less than the same kept."""
+def needed(offloading: Any, mib: float, layers: int) -> float:
+    """Bytes that "auto" finds for a step of a rank of 2 that may take so many MiB."""
     from test_fit_memory import Choices
 
     from autosp.backend import autosp_backend
 
-    def needed(offloading: Any, mib: float) -> float:
-        torch._dynamo.reset()
-        section = {"inner_backend": "aot_eager", "activation_memory_budget": "auto", "step_memory_gib": mib / 1024}
-        autosp.initialize({"autosp": {**section, "activation_offloading": offloading}})
-        model = zoo.build("llama", num_hidden_layers=6)
-        with Choices() as choices:
-            torch.compile(model, backend=autosp_backend)(**autosp.prepare_batch(zoo.batch(2048))).loss.backward()
-        return choices.found[-1][1]
+    torch._dynamo.reset()
+    section = {"inner_backend": "aot_eager", "activation_memory_budget": "auto", "step_memory_gib": mib / 1024}
+    autosp.initialize({"autosp": {**section, "activation_offloading": offloading}})
+    model = zoo.build("llama", num_hidden_layers=layers)
+    with Choices() as choices:
+        torch.compile(model, backend=autosp_backend)(**autosp.prepare_batch(zoo.batch(2048))).loss.backward()
+    return choices.found[-1][1]
 
+
+def test_a_plan_counts_the_devices_memory(fake_ranks: Callable[..., None]) -> None:
     fake_ranks(2)
-    kept, moved = needed(False, 1e6), needed(True, 1e6)
-    assert moved < 0.75 * kept
-    assert needed("auto", 1e-3) == pytest.approx(needed(True, 1e-3))
+    kept, moved = needed(False, 1e6, 4), needed(True, 1e6, 4)
+    assert moved < 0.8 * kept
+
+
+@pytest.mark.slow
+def test_auto_offloads_what_does_not_fit(fake_ranks: Callable[..., None]) -> None:
+    fake_ranks(2)
+    assert needed("auto", 1e-3, 2) == pytest.approx(needed(True, 1e-3, 2))
 
 
 class Node:
