@@ -11,7 +11,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch._guards import detect_fake_mode
 
 from . import mesh
 from .agreement import agree, largest
+from .alone import compile_alone
 from .capture import capture_graph, fake_inputs
 from .config import AutoSPConfig
 from .custom_ops import (  # noqa: F401
@@ -37,7 +38,6 @@ from .custom_ops import (  # noqa: F401
     vocab_softmax,
 )
 from .errors import ConfigError, RankMismatchError, UnsupportedGraphError
-from .fit_memory import FitMemory, StepTooLarge, room_on_device
 from .inner import compile_local
 from .layout.axis import SEQUENCE, VOCABULARY, Axis
 from .layout.registry import find_rule
@@ -47,8 +47,9 @@ from .layout.rules.convolution import register_convolution_rule
 from .layout.rules.loss import register_fused_rules
 from .layout.rules.vocabulary import register_head_rules
 from .layout.rules.vocabulary_loss import register_vocabulary_rules
+from .memory_ways import compile_fitting, room_for_step
 from .mesh import AutoSPState
-from .passes.pipeline import ALONE, Work, run_pipeline
+from .passes.pipeline import Work, run_pipeline
 from .report.hook import observe_pass, observe_program, observe_refusal
 from .runtime import Checked, LocalProgram, check_rows
 from .sequence_tensor import SequenceTensor, is_cut
@@ -103,8 +104,9 @@ def compile_for_rank(
 ) -> Callable[..., Any]:
     """`autosp_backend` for a state that is known; ``compiler`` takes Inductor's place, to look at what it is given."""
     if state is None or not _is_partitioned(gm, state):
-        name = state.config.inner_backend if state is not None else _inner_option(options)
-        return (compiler or lookup_backend(name))(_fused_alone(gm, example_inputs, state), example_inputs)
+        if state is not None:
+            return compile_alone(gm, example_inputs, state.config, compiler)
+        return (compiler or lookup_backend(_inner_option(options)))(gm, example_inputs)
     start = time.perf_counter()
     try:
         _refuse_split_by_ddp(gm)
@@ -144,51 +146,24 @@ def _compile_partitioned(
 ) -> tuple[Callable[..., Any], Work, InputSources]:
     """Compile the partitioned program; where the memory budget is "auto", the cheapest way that fits the device.
 
-    More budget costs least, then tiles, then offloading. Collective: the ranks of a group choose alike.
+    Collective: the ranks of a group choose alike.
     """
     work, found = first
     if state.config.activation_memory_budget != "auto":
         examples = _local_examples(example_inputs, found, work.axis)
         return compile_local(work.graph, examples, state.config, compiler), work, found
-    room = _room(example_inputs, state, found)
-    ways = list(_ways(state.config))
-    for number, config in enumerate(ways):
-        if number:
+
+    def program(config: AutoSPConfig, again: bool) -> tuple[fx.GraphModule, list[Any]]:
+        nonlocal work, found
+        if again:
             work, found = _partition(gm, example_inputs, replace(state, config=config))
-        must_fit = number < len(ways) - 1
-        fit = FitMemory(room, lambda x: largest(state, "memory", x), must_fit=must_fit, config=config)
-        try:
-            examples = _local_examples(example_inputs, found, work.axis)
-            return compile_local(work.graph, examples, config, compiler, fit), work, found
-        except StepTooLarge as error:
-            log.info("activation_memory_budget auto: %s; trying the next way", error)
-    raise AssertionError("the last way takes what it gets")
+        return work.graph, _local_examples(example_inputs, found, work.axis)
 
+    def largest_of_group(value: float) -> float:
+        return largest(state, "memory", value)
 
-def _ways(config: AutoSPConfig) -> Iterator[AutoSPConfig]:
-    """The settings that "auto" leaves open, from the cheapest to the one that needs least memory."""
-    tiles = [1, 8] if config.token_tiles == "auto" else [config.token_tiles]
-    settings: dict[str, Any] = {"activation_offloading": config.activation_offloading is True}
-    for count in tiles:
-        settings["token_tiles"] = count
-        yield config.model_copy(update=settings)
-    if config.activation_offloading == "auto":
-        yield config.model_copy(update={**settings, "activation_offloading": True})
-
-
-def _room(example_inputs: Sequence[Any], state: AutoSPState, found: InputSources) -> float:
-    """Bytes that a step may take on every rank of the group: the least of them. Collective."""
-    if state.config.step_memory_gib is not None:
-        return -largest(state, "memory", -state.config.step_memory_gib * 2**30)
-    tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
-    device = next((x.device for x in tensors if x.device.type == "cuda"), None)
-    if device is None:
-        raise ConfigError(
-            'activation_memory_budget "auto" asks a CUDA device for its memory, and this program has none: give a '
-            "number from 0 to 1, or step_memory_gib, what a step may take"
-        )
-    trained = [x for i in found.parameters if isinstance(x := example_inputs[i], torch.Tensor) and x.requires_grad]
-    return -largest(state, "memory", -room_on_device(device, trained))
+    room = room_for_step(example_inputs, state.config, [example_inputs[i] for i in found.parameters], largest_of_group)
+    return compile_fitting(program, state.config, room, largest_of_group, compiler), work, found
 
 
 def _is_partitioned(gm: fx.GraphModule, state: AutoSPState) -> bool:
@@ -214,32 +189,6 @@ def _refuse_split_by_ddp(gm: fx.GraphModule) -> None:
 
 def _inner_option(options: dict[str, Any] | None) -> str:
     return (options or {}).get("inner_backend", "inductor")
-
-
-def _fused_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPState | None) -> fx.GraphModule:
-    """The whole program with its LM head fused into its loss, where the setting asks for it; ``gm`` otherwise."""
-    if state is None or state.config.fuse_linear_cross_entropy == "never":
-        return gm
-    fake_mode = detect_fake_mode(example_inputs) or detect_fake_mode()
-    fakes = fake_inputs(example_inputs, fake_mode)
-    try:
-        work = Work(
-            graph=capture_graph(gm, fakes, fake_mode, lambda target: find_rule(target) is not None),
-            inputs=fakes,
-            axis=Axis(name="sp", size=1, rank=0, group=""),
-            sources={},
-            parameters=frozenset(),
-            outputs=state.config.outputs,
-            unsupported=state.config.unsupported,
-            fake_mode=fake_mode,
-            fuse_linear_cross_entropy=state.config.fuse_linear_cross_entropy,
-            linear_cross_entropy_memory=state.config.linear_cross_entropy_memory,
-        )
-        return run_pipeline(work, ALONE).graph
-    except UnsupportedGraphError as error:
-        # The plain model is right without it.
-        log.warning("the LM head is not fused into its loss in this graph: %s", error)
-        return gm
 
 
 def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPState) -> tuple[Work, InputSources]:

@@ -45,6 +45,8 @@ OPTION_NAMES = (
     "overlap_communication",
     "token_tiles",
 )
+# A rank without a sequence group has masks, an LM head and activations all the same, but nothing of these.
+_OF_A_GROUP = "attention gradient_reduction outputs unsupported verify verify_timeout overlap_communication token_tiles"
 # A strategy of attention is a file of that folder; its name is the value of the setting.
 _STRATEGY_FILES = (Path(__file__).parent / "layout" / "attention" / "strategies").glob("[a-z]*.py")
 ATTENTION_STRATEGIES = ("auto", *sorted(path.stem for path in _STRATEGY_FILES))
@@ -346,12 +348,10 @@ def _without_effect(config: AutoSPConfig) -> list[str]:
     given = config.model_fields_set
     found = []
     if config.sequence_parallel_size == 1:
-        # inner_backend still compiles the plain model, whose LM head may be fused; the others shape what happens over a
-        # sequence group, or over one that shares a vocabulary.
-        used = {"inner_backend", "fuse_linear_cross_entropy", "linear_cross_entropy_memory"}
+        idle = set(_OF_A_GROUP.split())
         if config.vocab_parallel_lm_head and config.tensor_parallel_size > 1:
-            used |= {"outputs", "unsupported", "verify", "verify_timeout"}
-        names = [name for name in OPTION_NAMES if name in given and name not in used]
+            idle -= {"outputs", "unsupported", "verify", "verify_timeout", "overlap_communication"}
+        names = [name for name in OPTION_NAMES if name in given and name in idle]
         if names:
             found.append(f"{', '.join(names)}: no effect, since sequence_parallel_size is 1")
     open_settings = {"step_memory_gib": None, "token_tiles": "auto", "activation_offloading": "auto"}

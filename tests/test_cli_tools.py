@@ -165,6 +165,11 @@ WRONG = {
     "options": (("bench", "step", "--device", "cpu", "--options", "{"), "--options is not valid JSON"),
     "a list of options": (("bench", "step", "--device", "cpu", "--options", "[]"), "a JSON list; an object is needed"),
     "an option": (("bench", "step", "--device", "cpu", "--options", '{"x": 1}'), "unknown 'x' in torch.compile"),
+    "a peer for nobody": (
+        ("bench", "step", "--device", "cpu", "--nproc", "1", "--only", "Ulysses by hand, compiled"),
+        "--nproc 1 has nobody to share a sequence with, which ['Ulysses by hand, compiled'] do; allowed are ['autosp'",
+    ),
+    "a trace of a CPU": (("bench", "step", "--device", "cpu", "--trace", "traces"), "--trace records a GPU's step"),
     "a backend": (("bench", "step", "--device", "cpu", "--inner-backend", "x"), "--inner-backend x: choose inductor"),
 }
 
@@ -215,6 +220,39 @@ def test_a_length_that_fails_is_a_row_that_says_why(
     assert "skipped: torch context_parallel: not installed" in err
     assert len(json.loads(Path(files[0]).read_text())["rows"]) == 6
     assert Path(files[1]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_needs_a_step_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_step, "_check_gpus", lambda nproc: None)
+    monkeypatch.setattr("autosp.cli.bench.check_device", lambda device: None)
+    folder = tmp_path / "traces"
+    assert run("bench", "step", "--once", "--only", OURS, "--trace", str(folder)) == 2
+    assert "leave out --once and --device cpu" in capsys.readouterr().err and not folder.exists()
+
+
+@pytest.mark.parametrize(("rank", "folder", "expected"), [(0, "x", "x/{}-64.json.gz"), (1, "x", ""), (0, "", "")])
+def test_names_of_traces(rank: int, folder: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a method and length, written by one rank."""
+    from autosp.bench import step as measuring
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    files = [
+        measuring._trace_file(measuring.StepSettings(name, "", [64], trace=folder), 64)
+        for name in (OURS, "Ulysses by hand, compiled")
+    ]
+    assert files == [expected.format(name) for name in ("autosp", "ulysses_by_hand_compiled")]
+
+
+@pytest.mark.slow
+def test_one_process_alone_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    arguments = ["--device", "cpu", "--dtype", "float32", "--inner-backend", "aot_eager", "--steps", "1"]
+    assert run("bench", "step", *arguments, "--nproc", "1", "--only", OURS, "--json", str(file)) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["method"], row["ranks"], row["length"], row["note"]) == (OURS, 1, 64, "")
+    assert row["seconds"] > 0 and row["tokens_per_second_per_gpu"] > 0 and row["loss"] > 0
 
 
 @pytest.mark.slow

@@ -184,6 +184,10 @@ def test_vocabulary_settings_keep_their_deepspeed_names() -> None:
             "outputs, verify: no effect",
         ),
         (
+            {"sequence_parallel_size": 1, "autosp": {"token_tiles": 8, "activation_memory_budget": 0.5}},
+            "^token_tiles: no effect",
+        ),
+        (
             {"tensor_parallel": {"vocab_parallel_lm_head": True}},
             "vocab_parallel_lm_head has no effect.*is 1",
         ),
@@ -203,6 +207,13 @@ def test_an_ordinary_config_does_not_warn() -> None:
         warnings.simplefilter("error")
         AutoSPConfig.from_json({"sequence_parallel_size": 2, "autosp": {"outputs": "full"}}, 2)
         AutoSPConfig.from_json({"sequence_parallel_size": 1, "autosp": {"inner_backend": "eager"}}, 1)
+        memory = {"activation_memory_budget": "auto", "step_memory_gib": 1.0, "activation_offloading": "auto"}
+        AutoSPConfig.from_json(
+            {"sequence_parallel_size": 1, "autosp": {**memory, "checkpointing_keeps": "attention"}}, 1
+        )
+        head = {"autotp_size": 2, "vocab_parallel_lm_head": True}
+        tree = {"sequence_parallel_size": 1, "autosp": {"overlap_communication": False}, "tensor_parallel": head}
+        AutoSPConfig.from_json(tree, 2)
 
 
 def test_deepspeed_keys_are_ignored_with_one_note(caplog: pytest.LogCaptureFixture) -> None:

@@ -324,9 +324,6 @@ def _config(row: Row, settings: dict[str, Any], tied: bool) -> dict[str, Any]:
     if row.tp > 1:
         head = {"autotp_size": row.tp, "vocab_parallel_lm_head": True}
         sizes["tensor_parallel"] = {**head, "vocab_parallel_embedding": True} if tied else head
-    elif row.sp == 1:
-        # one process has no group to shape; its LM head may be fused all the same
-        section = dict(settings)
     return {**sizes, **({"autosp": section} if section else {})}
 
 

@@ -60,6 +60,14 @@ def express_masks_pass(gm: fx.GraphModule, *, fake_mode: Any) -> fx.GraphModule:
     return gm
 
 
+def is_expressible(node: fx.Node) -> bool:
+    """Whether the pass replaces this call of attention."""
+    mask = _argument(node, 3, "attn_mask", None)
+    if not isinstance(mask, fx.Node) or not _is_plain_attention(node) or _broadcast_over_queries(mask) is not None:
+        return False
+    return _Writer().write(mask) is not None
+
+
 def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +18,19 @@ _CASTS = (aten.contiguous.default, aten.clone.default)
 _JOINS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints)
 
 
-def peel_repeat_kv_pass(gm: fx.GraphModule) -> fx.GraphModule:
+def peel_repeat_kv_pass(gm: fx.GraphModule, *, where: Callable[[fx.Node], bool] = lambda node: True) -> fx.GraphModule:
     """Rewrites: ``sdpa(q, reshape(expand(unsqueeze(k, 2))), ...)`` -> ``sdpa(q, k, ..., enable_gqa=True)``; likewise
     ``repeat_interleave``, and either of them before heads and tokens are transposed.
 
     Requires: a captured graph.
     Ensures: the keys and values on the wire are those of the key/value heads, each once.
-    Refuses: nothing; keys and values that are not repeated alike stay as they are.
+    Refuses: nothing; keys and values that are not repeated alike, or are attention's of which ``where`` is False, stay
+    as they are.
     """
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         key, value = _repeated(node.args[1]), _repeated(node.args[2])
-        if key is None or value is None or node.kwargs.get("enable_gqa", False):
+        if key is None or value is None or node.kwargs.get("enable_gqa", False) or not where(node):
             continue
         heads = [x.meta["val"].shape[1] for x in node.args[:3]]
         if not (known_equal(key.heads, value.heads) and known_equal(heads[0], heads[1])):
@@ -41,6 +43,19 @@ def peel_repeat_kv_pass(gm: fx.GraphModule) -> fx.GraphModule:
         gm.graph.eliminate_dead_code()
         gm.recompile()
     return gm
+
+
+def has_grouped_kernel(node: fx.Node) -> bool:
+    """Whether torch has a fused kernel for attention with fewer key heads than heads: on CUDA FlashAttention alone,
+    which takes no mask, no fp32, and heads of one size up to 256 (``native/transformers/cuda/sdp_utils.cpp``).
+    """
+    out, value = node.meta["val"], node.args[2].meta["val"]
+    if out.device.type != "cuda":
+        return True
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    sizes = [x.meta["val"].shape[-1] for x in node.args[:3]]
+    is_one_size = all(known_equal(size, value.shape[-1]) for size in sizes) and isinstance(sizes[0], int)
+    return mask is None and out.dtype in (torch.float16, torch.bfloat16) and is_one_size and sizes[0] <= 256
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from ..layout.axis import Axis
 from ..layout.infer import Gathered, Source, infer_layouts
 from ..layout.outputs import OutputSpec
 from .align_convolutions import align_convolutions_pass
-from .express_masks import express_masks_pass
+from .express_masks import express_masks_pass, is_expressible
 from .functionalize_inplace import functional_form, functionalize_inplace_pass
 from .fuse_linear_cross_entropy import fuse_linear_cross_entropy_pass
 from .fuse_vocabulary import fuse_vocabulary_pass, has_vocabulary_head
 from .localize import localize_graph
 from .move_slices_up import move_slices_up_pass
-from .peel_repeat_kv import peel_repeat_kv_pass
+from .peel_repeat_kv import has_grouped_kernel, peel_repeat_kv_pass
 from .scatter_views import scatter_views_pass
 from .simplify_masks import simplify_masks_pass
 from .tile_tokens import tile_tokens_pass
@@ -89,7 +89,12 @@ def _simplify_masks(work: Work) -> None:
 
 
 def _peel_repeat_kv(work: Work) -> None:
-    work.graph = peel_repeat_kv_pass(work.graph)
+    if work.axis.size > 1:
+        work.graph = peel_repeat_kv_pass(work.graph)
+        return
+    # Nothing travels: what is gained is their memory, unless torch has no kernel for them but the plain one.
+    where = lambda node: has_grouped_kernel(node) or is_expressible(node)  # noqa: E731
+    work.graph = peel_repeat_kv_pass(work.graph, where=where)
 
 
 def _express_masks(work: Work) -> None:
@@ -241,10 +246,16 @@ PIPELINE: tuple[Pass, ...] = (
     ),
 )
 
-ALONE: tuple[Pass, ...] = tuple(
-    entry for entry in PIPELINE if entry.name in ("functionalize_inplace", "fuse_linear_cross_entropy")
+_WITHOUT_LAYOUTS = (
+    "scatter_views",
+    "functionalize_inplace",
+    "simplify_masks",
+    "peel_repeat_kv",
+    "express_masks",
+    "fuse_linear_cross_entropy",
 )
-"""What a rank without a sequence group runs: the tokens are whole, and only the LM head is fused into its loss."""
+ALONE: tuple[Pass, ...] = tuple(entry for entry in PIPELINE if entry.name in _WITHOUT_LAYOUTS)
+"""What a rank without a sequence group runs: the tokens are whole, so nothing needs a layout."""
 
 
 def check_order(passes: Sequence[Pass], start: Sequence[str] = ("captured",)) -> None:

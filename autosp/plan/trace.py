@@ -73,10 +73,9 @@ def trace_step(
     config: dict[str, Any] = {"sequence_parallel_size": ranks}
     if tp > 1:
         config["tensor_parallel"] = {"autotp_size": tp, "vocab_parallel_lm_head": True}
+    config["autosp"] = {**(settings or {}), "activation_memory_budget": budget}
     if ranks * tp > 1:
-        config["autosp"] = {**(settings or {}), "activation_memory_budget": budget, "verify": "compile"}
-    elif settings:
-        config["autosp"] = dict(settings)
+        config["autosp"]["verify"] = "compile"
     trace = Trace(length=length)
     with _quiet_head(), fake_ranks(ranks * tp, config, rank=ranks * tp - 1) as state, fake_tensors(dtype):
         model, batch = make()
@@ -85,14 +84,12 @@ def trace_step(
             shard_lm_head(model, state.mesh["tp"], embedding=is_tied(model))
         _count_weights(trace, model)
         compiled = torch.compile(model, backend=_recorder(trace))
-        # In one process the plain model is compiled, and the setting is torch's own.
-        with torch._functorch.config.patch(activation_memory_budget=budget if ranks * tp == 1 else 1.0):
-            try:
-                run_step(model, compiled, batch(length), autocast=torch.bfloat16 if autocast else None)
-            except Exception as error:
-                if (refusal := own_error(error)) is None:
-                    raise
-                raise refusal from error
+        try:
+            run_step(model, compiled, batch(length), autocast=torch.bfloat16 if autocast else None)
+        except Exception as error:
+            if (refusal := own_error(error)) is None:
+                raise
+            raise refusal from error
     if not trace.backward:
         raise InputError("the model gave no backward graph: its output needs a loss that depends on its parameters")
     trace.symbol = _length_symbol(trace)
