@@ -93,6 +93,11 @@ def mistral() -> nn.Module:
     return zoo.build("mistral", num_hidden_layers=1)
 
 
+def one_row(length: int = LENGTH, **more: Any) -> dict[str, Any]:
+    """Of one row without a cache transformers make a mask, since it may hold several documents."""
+    return zoo.batch(length, rows=1, use_cache=False, **more)
+
+
 def padded() -> dict[str, torch.Tensor]:
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
     mask[1, 30:] = 0
@@ -102,9 +107,9 @@ def padded() -> dict[str, torch.Tensor]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], str]] = {
-    "causal, one row": (llama, lambda: zoo.batch(LENGTH, rows=1), "scaled_dot_product_attention"),
-    "a window": (mistral, lambda: zoo.batch(LENGTH, rows=1), "block_attention"),
-    "packed": (llama, lambda: zoo.batch(LENGTH, rows=1, position_ids=PACKED), "block_attention"),
+    "causal, one row": (llama, one_row, "scaled_dot_product_attention"),
+    "a window": (mistral, one_row, "block_attention"),
+    "packed": (llama, lambda: one_row(position_ids=PACKED), "block_attention"),
     "padding": (llama, padded, "block_attention"),
 }
 
@@ -136,13 +141,13 @@ def test_one_program_for_lengths_that_differ(seen: Seen) -> None:
     model = llama()
     compiled = torch.compile(model, backend=autosp_backend)
     for length in (16, 23, 31):
-        compare(model, zoo.batch(length, rows=1), compiled).check()
+        compare(model, one_row(length), compiled).check()
     assert len(seen.graphs) == 2
 
 
 def test_masks_and_the_loss_together(seen: Seen) -> None:
     initialize(fuse_linear_cross_entropy="always")
-    compare(mistral(), zoo.batch(LENGTH, rows=1)).check()
+    compare(mistral(), one_row()).check()
     names = {str(node.target) for node in seen.graphs[0].graph.nodes}
     assert {"autosp.block_attention.default", "autosp.linear_cross_entropy_loss.default"} <= names
 
@@ -160,7 +165,7 @@ def test_exact_where_checkpointing_keeps_attention() -> None:
     initialize(checkpointing_keeps="attention")
     model = llama(num_hidden_layers=2).train()
     model.gradient_checkpointing_enable()
-    compare(model, zoo.batch(LENGTH, rows=1)).check()
+    compare(model, one_row()).check()
 
 
 def test_a_budget_saves_less_and_never_attends_again() -> None:
@@ -172,7 +177,7 @@ def test_a_budget_saves_less_and_never_attends_again() -> None:
 
 def test_exact_under_a_budget() -> None:
     initialize(activation_memory_budget=0.3)
-    compare(llama(), zoo.batch(LENGTH, rows=1)).check()
+    compare(llama(), one_row()).check()
 
 
 def test_auto_takes_the_largest_budget_that_fits() -> None:
@@ -215,7 +220,7 @@ def test_auto_tries_offloading_and_no_tiles(monkeypatch: pytest.MonkeyPatch) -> 
 def test_auto_asks_nothing_where_no_gradient_is_wanted(seen: Seen) -> None:
     """There is no CUDA device to ask, which a training step is told."""
     initialize(activation_memory_budget="auto")
-    model, batch = llama(), zoo.batch(LENGTH, rows=1)
+    model, batch = llama(), one_row()
     compiled = torch.compile(model, backend=autosp_backend, dynamic=False)
     with torch.no_grad():
         torch.testing.assert_close(compiled(**batch).logits, model(**batch).logits)
@@ -226,7 +231,7 @@ def test_auto_asks_nothing_where_no_gradient_is_wanted(seen: Seen) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference(mode: Callable[[], Any], seen: Seen) -> None:
     initialize(fuse_linear_cross_entropy="always")
-    model, batch = mistral().eval(), zoo.batch(LENGTH, rows=1)
+    model, batch = mistral().eval(), one_row()
     del batch["labels"]
     with mode():
         out = torch.compile(model, backend=autosp_backend, dynamic=False)(**batch)
@@ -237,7 +242,7 @@ def test_inference(mode: Callable[[], Any], seen: Seen) -> None:
 def test_under_autocast(seen: Seen) -> None:
     initialize()
     with torch.autocast("cpu", torch.bfloat16):
-        compare(mistral(), zoo.batch(LENGTH, rows=1)).check(2e-2)
+        compare(mistral(), one_row()).check(2e-2)
     assert squares(seen.graphs[0]) == []
 
 
@@ -363,7 +368,7 @@ def test_inductor_is_told_nothing_of_collectives() -> None:
         return gm
 
     backend = functools.partial(compile_for_rank, state=state, compiler=compiler)
-    torch.compile(llama(), backend=backend, dynamic=False)(**zoo.batch(LENGTH, rows=1))
+    torch.compile(llama(), backend=backend, dynamic=False)(**one_row())
     assert patches == [{}]
 
 
