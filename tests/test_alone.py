@@ -125,7 +125,7 @@ def test_no_mask_of_queries_and_keys_is_left(name: str, seen: Seen) -> None:
     make, batch, operator = MODELS[name]
     model = make().train()
     assert plain_squares(model, batch()), "what looks for the mask must see it where it is"
-    initialize()
+    initialize(inner_backend=parity.INNER)
     compare(model, batch()).check()
     (gm,) = seen.graphs
     assert squares(gm) == []
@@ -133,11 +133,12 @@ def test_no_mask_of_queries_and_keys_is_left(name: str, seen: Seen) -> None:
     assert len(attention) == 1
     assert all(x.meta["val"].shape[1] == 2 for x in attention[0].args[1:3]), "two key heads, not repeated"
     if operator == "scaled_dot_product_attention":
-        assert attention[0].args[3:] == () and attention[0].kwargs == {"is_causal": True, "enable_gqa": True}
+        assert len(attention[0].all_input_nodes) == 3, "no mask"
+        assert attention[0].kwargs["is_causal"] and attention[0].kwargs["enable_gqa"]
 
 
 def test_one_program_for_lengths_that_differ(seen: Seen) -> None:
-    initialize()
+    initialize(inner_backend=parity.INNER)
     model = llama()
     compiled = torch.compile(model, backend=autosp_backend)
     for length in (16, 23, 31):
@@ -146,7 +147,7 @@ def test_one_program_for_lengths_that_differ(seen: Seen) -> None:
 
 
 def test_masks_and_the_loss_together(seen: Seen) -> None:
-    initialize(fuse_linear_cross_entropy="always")
+    initialize(inner_backend=parity.INNER, fuse_linear_cross_entropy="always")
     compare(mistral(), one_row()).check()
     names = {str(node.target) for node in seen.graphs[0].graph.nodes}
     assert {"autosp.block_attention.default", "autosp.linear_cross_entropy_loss.default"} <= names

@@ -238,6 +238,17 @@ def test_a_head_that_ranks_share(trace: Trace, tied: bool) -> None:
     assert b - a == pytest.approx(expected + (2048 * 64 * 2 if tied else 0), rel=0.02)
 
 
+def test_one_process_is_told_its_budget() -> None:
+    """It acts there as over a group."""
+    from types import SimpleNamespace
+    from typing import cast
+
+    from autosp.cli.plan import Row, _config
+
+    row = cast(Row, SimpleNamespace(dp=1, sp=1, tp=1, budget=0.5))
+    assert _config(row, {}, False)["autosp"] == {"activation_memory_budget": 0.5}
+
+
 def test_a_smaller_budget_keeps_less(trace: Trace) -> None:
     small = trace_step(llama, length=256, ranks=2, budget=0.0)
     kept = [profile(one, 4096).moments["forward"].parts for one in (trace, small)]
