@@ -38,7 +38,7 @@ from .custom_ops import (  # noqa: F401
     vocab_softmax,
 )
 from .errors import ConfigError, RankMismatchError, UnsupportedGraphError
-from .inner import compile_local
+from .inner import compile_local, is_attention
 from .layout.axis import SEQUENCE, VOCABULARY, Axis
 from .layout.registry import find_rule
 from .layout.rules.attention import register_block_rule
@@ -47,6 +47,7 @@ from .layout.rules.convolution import register_convolution_rule
 from .layout.rules.loss import register_fused_rules
 from .layout.rules.vocabulary import register_head_rules
 from .layout.rules.vocabulary_loss import register_vocabulary_rules
+from .layout.stretch import TILED
 from .memory_ways import compile_fitting, room_for_step
 from .mesh import AutoSPState
 from .passes.pipeline import Work, run_pipeline
@@ -128,7 +129,7 @@ def compile_for_rank(
     _times.clear()
     _times.update(autosp_s=own, waiting_s=waiting, total_s=total)
     _times.update((f"pass.{name}", seconds) for name, seconds in work.seconds.items())
-    _report(work)
+    _report(work, state.config.tiles)
     checked = [Checked(index, key) for index, key in found.keys.items()] if state.config.verify == "inputs" else []
     weights = [Checked(index, name) for index, name in _shared_weights(gm, found).items()]
     return LocalProgram(
@@ -223,7 +224,7 @@ def _partition(gm: fx.GraphModule, example_inputs: Sequence[Any], state: AutoSPS
         unsupported=state.config.unsupported,
         fake_mode=fake_mode,
         fuse_linear_cross_entropy=state.config.fuse_linear_cross_entropy,
-        token_tiles=1 if state.config.token_tiles == "auto" else state.config.token_tiles,
+        token_tiles=state.config.tiles,
         linear_cross_entropy_memory=state.config.linear_cross_entropy_memory,
         vocabulary=vocabulary,
         fuse_vocabulary_head=state.config.vocab_parallel_ce_backend == "fused_linear",
@@ -300,7 +301,13 @@ def _shapes(example_inputs: Sequence[Any], found: InputSources) -> str:
     return ", ".join(f"{key} {tuple(example_inputs[index].shape)}" for index, key in found.keys.items())
 
 
-def _report(work: Work) -> None:
+def _report(work: Work, tiles: int) -> None:
+    nodes = [] if work.annotated is None or tiles == 1 else list(work.annotated.graph.nodes)
+    if any(map(is_attention, nodes)) and not any(TILED in node.meta for node in nodes):
+        log.warning(
+            "token_tiles has no effect in this graph: nothing in it treats each token alone, widens it by half or more "
+            "and narrows it again, without dropout or a reshape of the tokens between (GPT-2's Conv1D has one)"
+        )
     if work.gathered:
         names = sorted({f"{item.operator} at {item.location}" for item in work.gathered})
         log.warning(

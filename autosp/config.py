@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autosp.errors import ConfigError
+from autosp.settings_without_effect import without_effect
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,6 @@ OPTION_NAMES = (
     "overlap_communication",
     "token_tiles",
 )
-# A rank without a sequence group has masks, an LM head and activations all the same, but nothing of these.
-_OF_A_GROUP = "attention gradient_reduction outputs unsupported verify verify_timeout overlap_communication token_tiles"
 # A strategy of attention is a file of that folder; its name is the value of the setting.
 _STRATEGY_FILES = (Path(__file__).parent / "layout" / "attention" / "strategies").glob("[a-z]*.py")
 ATTENTION_STRATEGIES = ("auto", *sorted(path.stem for path in _STRATEGY_FILES))
@@ -206,7 +205,7 @@ class AutoSPConfig(BaseModel):
         explicit = {name: getattr(self, name) for name in self.model_fields_set}
         names = ("data_parallel_size", "sequence_parallel_size", "tensor_parallel_size")
         config = type(self)(**{**explicit, **dict(zip(names, sizes, strict=True))})
-        for sentence in _without_effect(config):
+        for sentence in without_effect(config, OPTION_NAMES):
             warnings.warn(sentence, stacklevel=3)
         return config
 
@@ -220,6 +219,11 @@ class AutoSPConfig(BaseModel):
             return self
         _check_option_names(options, "torch.compile(options=...)")
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **options})
+
+    @property
+    def tiles(self) -> int:
+        """Parts in which stretches run; a number that is left to "auto" is 1 until that has chosen."""
+        return 1 if self.token_tiles == "auto" else self.token_tiles
 
     @property
     def requests_autosp(self) -> bool:
@@ -341,38 +345,6 @@ def _fill_sizes(dp: int | None, sp: int | None, tp: int, world_size: int) -> tup
     if sp is None:
         return dp or 1, rest, tp
     return dp or rest, sp, tp
-
-
-def _without_effect(config: AutoSPConfig) -> list[str]:
-    """One sentence for each setting that was given and does nothing."""
-    given = config.model_fields_set
-    found = []
-    if config.sequence_parallel_size == 1:
-        idle = set(_OF_A_GROUP.split())
-        if config.vocab_parallel_lm_head and config.tensor_parallel_size > 1:
-            idle -= {"outputs", "unsupported", "verify", "verify_timeout", "overlap_communication"}
-        names = [name for name in OPTION_NAMES if name in given and name in idle]
-        if names:
-            found.append(f"{', '.join(names)}: no effect, since sequence_parallel_size is 1")
-    open_settings = {"step_memory_gib": None, "token_tiles": "auto", "activation_offloading": "auto"}
-    names = [name for name, value in open_settings.items() if name in given and value in (None, getattr(config, name))]
-    if names and config.activation_memory_budget != "auto":
-        found.append(f'{", ".join(names)}: no effect unless activation_memory_budget is "auto"')
-    fuses = config.fuse_linear_cross_entropy != "never" or config.vocab_parallel_ce_backend == "fused_linear"
-    if "linear_cross_entropy_memory" in given and not fuses:
-        found.append('linear_cross_entropy_memory has no effect: fuse_linear_cross_entropy is "never"')
-    if config.vocab_parallel_lm_head and config.tensor_parallel_size == 1:
-        found.append("vocab_parallel_lm_head has no effect: tensor_parallel.autotp_size is 1; the head stays as it is")
-    if not config.vocab_parallel_lm_head:
-        names = [name for name in ("vocab_parallel_ce_backend", "vocab_parallel_embedding") if name in given]
-        if names:
-            found.append(f"{', '.join(names)}: no effect without tensor_parallel.vocab_parallel_lm_head")
-    if "autosp" in (config.compile_passes or ()) and not config.deepcompile:
-        found.append(
-            'compile.passes has no effect in a DeepSpeed engine: compile.deepcompile is off (backend="autosp" of '
-            "torch.compile needs neither)"
-        )
-    return found
 
 
 def _explain(error: ValidationError) -> str:

@@ -7,6 +7,8 @@ moves the waits of collectives. Here they are switched on, for the programs of t
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,11 +26,22 @@ from .config import AutoSPConfig
 from .fit_memory import FitMemory
 from .gradient_sums import JoinGradientSums
 from .host_copy_order import place_host_copies
+from .layout.attention.kernels import find_kernel
 from .offload import OffloadSaved
 from .product_order import KeepProductsInOrder
 
+log = logging.getLogger("autosp")
+
 _ATTENTION = ("aten::scaled_dot_product_attention", "autosp::block_attention", "autosp::ring_attention")
-_FUSED_LOSSES = ("autosp::linear_cross_entropy_loss", "autosp::linear_cross_entropy_sums")
+# What has collectives inside that the partitioner, which never runs its own again, does not see.
+_OPAQUE_LOSSES = (
+    "autosp::linear_cross_entropy_loss",
+    "autosp::linear_cross_entropy_sums",
+    "autosp::vocab_row_stats",
+    "autosp::vocab_kl",
+    "autosp::vocab_jsd",
+    "autosp::vocab_sum_over_group",
+)
 
 
 def compile_local(
@@ -53,8 +66,11 @@ def compile_local(
     """
     run: Callable[..., Any] = compiler or lookup_backend(config.inner_backend)
     keeps = config.checkpointing_keeps == "attention"
-    if keeps or config.activation_memory_budget == "auto" or config.activation_memory_budget < 1:
-        keep_attention_and_losses(graph, checkpointed=keeps)
+    # A budget may also be the user's own setting of torch, which is left as it is where ours is 1.
+    if keeps or config.activation_memory_budget == "auto" or _budget(config) < 1:
+        kept = keep_attention_and_losses(graph, checkpointed=keeps)
+        if keeps and not kept and torch.is_grad_enabled():
+            _warn_nothing_kept(graph)
     partitioner = fit if fit is not None else OffloadSaved() if config.activation_offloading is True else None
     if partitioner is not None and config.inner_backend == "aot_eager" and compiler is None:
         run = aot_autograd(fw_compiler=boxed_nop, partition_fn=partitioner, keep_inference_input_mutations=True)
@@ -64,20 +80,61 @@ def compile_local(
         return run(graph, examples, config_patches=_inductor_settings(config, partitioner, examples))
 
 
-def keep_attention_and_losses(graph: fx.GraphModule, *, checkpointed: bool) -> None:
+def _budget(config: AutoSPConfig) -> float:
+    ours = config.activation_memory_budget
+    return functorch_config.activation_memory_budget if ours in ("auto", 1) else float(ours)
+
+
+def keep_attention_and_losses(graph: fx.GraphModule, *, checkpointed: bool) -> int:
     """Have the partitioner save what attention gives: a budget recomputes what is cheap, and this grows with S².
 
     A fused loss has settled what it keeps. Run again it would multiply by the whole head once more, and over a group
-    issue collectives that the partitioner does not see, on those ranks alone whose shard it found worth it.
+    issue collectives that the partitioner does not see, on those ranks alone whose shard it found worth it. Losses of a
+    head that ranks share have such collectives too.
 
     Args:
         checkpointed: attention also inside the bodies of the model's own checkpointing, which are recomputed otherwise.
+
+    Returns:
+        How many attentions inside such bodies are kept.
     """
+    kept = 0
     for node in graph.graph.nodes:
-        name = getattr(getattr(node.target, "_schema", None), "name", "")
         own = "recompute" not in node.meta
-        if name in _ATTENTION and (checkpointed or own) or name in _FUSED_LOSSES and own:
+        attends = is_attention(node) and (checkpointed or own)
+        if attends or _name(node) in _OPAQUE_LOSSES and own:
+            kept += attends and not own
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return kept
+
+
+def _warn_nothing_kept(graph: fx.GraphModule) -> None:
+    """Say why, in a graph that has layers of a model; one of embeddings alone has nothing to keep."""
+    if any(map(is_attention, graph.graph.nodes)):
+        why = "it attends outside of what is checkpointed (transformers: model.gradient_checkpointing_enable() first)"
+    elif any("recompute" in node.meta for node in graph.graph.nodes):
+        why = (
+            "its checkpointed regions hold no attention in one operator, and attention that is written out in products "
+            "is recomputed (transformers: attn_implementation sdpa)"
+        )
+    else:
+        return
+    log.warning('checkpointing_keeps: "attention" has no effect in this graph: %s', why)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(getattr(node.target, "_schema", None), "name", "")
+
+
+def is_attention(node: fx.Node) -> bool:
+    """One operator that attends: torch's, ours, a kernel library's, or a ``torch.autograd.Function`` around one.
+
+    Attention that is written out, as that with dropout is, is products like any other.
+    """
+    if _name(node) == "autosp::autograd_function":
+        use = node.kwargs.get("use", node.args[-1])
+        return json.loads(str(use))["kind"] == "attention"
+    return _name(node) in _ATTENTION or find_kernel(node.target) is not None
 
 
 def frees_at_once(examples: list[Any]) -> bool:
@@ -132,6 +189,6 @@ def _inductor_settings(
     if orders:
         settings["reorder_for_compute_comm_overlap"] = True
         settings["reorder_for_compute_comm_overlap_passes"] = orders
-    if config.token_tiles != 1:
+    if config.tiles != 1:
         settings["post_grad_custom_post_pass"] = KeepProductsInOrder(last_pass)
     return settings

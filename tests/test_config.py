@@ -191,6 +191,10 @@ def test_vocabulary_settings_keep_their_deepspeed_names() -> None:
             {"tensor_parallel": {"vocab_parallel_lm_head": True}},
             "vocab_parallel_lm_head has no effect.*is 1",
         ),
+        (
+            {"autosp": {"inner_backend": "eager", "token_tiles": 4}},
+            'token_tiles: no less memory with inner_backend "eager"',
+        ),
         ({"autosp": {"linear_cross_entropy_memory": "lean"}}, 'no effect: fuse_linear_cross_entropy is "never"'),
         ({"tensor_parallel": {"vocab_parallel_ce_backend": "liger"}}, "vocab_parallel_ce_backend: no effect without"),
         ({"tensor_parallel": {"vocab_parallel_embedding": True}}, "vocab_parallel_embedding: no effect without"),

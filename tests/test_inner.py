@@ -9,6 +9,7 @@ from typing import Any
 import parity
 import pytest
 import torch
+import toys
 import zoo
 from pool import RankInfo, RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autosp
 from autosp.gradient_sums import JoinGradientSums, join_gradient_sums
 from autosp.inner import compile_local
+from autosp.product_order import KeepProductsInOrder
 
 
 class Operators(TorchDispatchMode):
@@ -94,6 +96,94 @@ def test_checkpointing_can_keep_what_attention_gives(fake_ranks: Callable[..., N
     assert (again[attention], kept[attention]) == (1, 0)
     assert again["mm"] == kept["mm"], "the rest is recomputed as before"
     assert least < more
+
+
+def backward_of(model: torch.nn.Module, batch: dict[str, Any], **section: Any) -> Counter[str]:
+    """The operators of the backward of a step, for one rank of two."""
+    from autosp.backend import autosp_backend
+
+    torch._dynamo.reset()
+    autosp.initialize({"autosp": {"inner_backend": "aot_eager", "verify": "compile", **section}})
+    loss = torch.compile(model.train(), backend=autosp_backend)(**autosp.prepare_batch(batch)).loss
+    with Operators() as operators:
+        loss.backward()
+    return operators.found
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+def test_a_budget_draws_no_dropout_mask_again(budget: float, fake_ranks: Callable[..., None]):
+    """The seed of a mask weighs nothing, and torch takes the operator that draws it for one that may run again."""
+    fake_ranks(2)
+    found = backward_of(toys.build(dropout=0.3), toys.batch(512), activation_memory_budget=budget)
+    assert found["randint"] == 0 and found["mm"] > 0
+
+
+def dropped(rank_info: RankInfo) -> list[dict[str, torch.Tensor]]:
+    """Gradients of a step with the same seed, without a budget and with the least."""
+    found = []
+    for section in ({}, {"activation_memory_budget": 0.0}):
+        torch._dynamo.reset()
+        autosp.initialize({"autosp": {"inner_backend": "aot_eager", **section}})
+        model = toys.build(dropout=0.3).train()
+        torch.manual_seed(5)
+        torch.compile(model, backend="autosp")(**autosp.prepare_batch(toys.batch(256))).loss.backward()
+        found.append(parity.gradients(model))
+    return found
+
+
+@pytest.mark.slow
+def test_dropout_is_the_same_under_a_budget(ranks: RankPool):
+    for plain, least in ranks.run(dropped, timeout=300):
+        for name, gradient in plain.items():
+            torch.testing.assert_close(least[name], gradient, msg=name)
+
+
+def test_a_kernel_of_the_user_attends_once_under_a_budget(fake_ranks: Callable[..., None]):
+    import kernel_attention
+    from test_register_attention import Kernel
+
+    kernel_attention.register()
+    fake_ranks(2)
+    found = backward_of(Kernel(False), toys.batch(512), activation_memory_budget=0.0)
+    assert (found["flash"], found["flash_backward"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "section", "again"),
+    [
+        (False, {"activation_memory_budget": 0.0}, 0),
+        (True, {"checkpointing_keeps": "attention"}, 0),
+        pytest.param(True, {}, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_flash_attention_by_name_attends_as_often_as_it_is_told(
+    checkpoint: bool, section: dict[str, Any], again: int, fake_ranks: Callable[..., None]
+):
+    """Its operator lies inside a ``torch.autograd.Function``, whose body must know what its node says."""
+    import flash_stand_in
+
+    fake_ranks(2)
+    with flash_stand_in.installed():
+        model = zoo.build("llama", num_hidden_layers=1, attn_implementation="flash_attention_2")
+        if checkpoint:
+            model.gradient_checkpointing_enable()
+        found = backward_of(model, zoo.batch(256), **section)
+    assert (found["_flash_attn_forward"], found["_flash_attn_backward"]) == (again, 1)
+
+
+@pytest.mark.parametrize(
+    ("attention", "checkpoint", "said"),
+    [("sdpa", False, "attends outside of what is checkpointed"), ("eager", True, "hold no attention in one operator")],
+)
+def test_keeping_attention_without_effect_is_told(
+    attention: str, checkpoint: bool, said: str, fake_ranks: Callable[..., None], caplog: pytest.LogCaptureFixture
+):
+    fake_ranks(2)
+    model = zoo.build("llama", num_hidden_layers=1, attn_implementation=attention)
+    if checkpoint:
+        model.gradient_checkpointing_enable()
+    backward_of(model, zoo.batch(64), checkpointing_keeps="attention")
+    assert said in caplog.text
 
 
 def checkpointed_llama() -> torch.nn.Module:
@@ -261,6 +351,15 @@ def test_a_graph_without_gradients_stays():
     graph = torch.fx.Graph()
     graph.output(graph.placeholder("x"))
     assert join_gradient_sums(graph) == 0
+
+
+@pytest.mark.parametrize(("tiles", "ordered"), [(4, True), ("auto", False), (1, False)])
+def test_products_keep_their_order_where_there_are_parts(tiles: Any, ordered: bool, monkeypatch: pytest.MonkeyPatch):
+    """ "auto" that nobody chooses for is one part."""
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr("autosp.inner.lookup_backend", lambda name: lambda *args, **kwargs: seen.update(kwargs))
+    compile_local(torch.fx.GraphModule({}, torch.fx.Graph()), [], autosp.AutoSPConfig(token_tiles=tiles))
+    assert isinstance(seen["config_patches"]["post_grad_custom_post_pass"], KeepProductsInOrder) is ordered
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -44,6 +44,22 @@ def test_counts_are_the_closed_form_up_to_64_ranks(attention: str, kv_heads: int
         assert many.length == LENGTH
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks"),
+    [(7, 1, 4), pytest.param(9, 3, 4, marks=pytest.mark.slow), pytest.param(3, 3, 8, marks=pytest.mark.slow)],
+)
+def test_heads_that_the_group_does_not_divide(heads: int, kv_heads: int, ranks: int) -> None:
+    """By hand for the last rank: to each other rank its heads of q, k and v, and the last rank's own heads back."""
+    size, rows = 16, LENGTH // ranks
+    found = count("ulysses", ranks, LENGTH, Shape(heads, kv_heads, size, layers=1))
+    blocks = [range(p * heads // ranks, (p + 1) * heads // ranks) for p in range(ranks)]
+    pieces = [len(block) + 2 * len({head * kv_heads // heads for head in block}) for block in blocks]
+    there, back = sum(pieces[:-1]), len(blocks[-1]) * (ranks - 1)
+    assert found.forward_bytes == found.closed_forward == (there + back) * rows * size * 2
+    gradients = pieces[-1] * (ranks - 1) + heads - len(blocks[-1])
+    assert found.backward_bytes == found.closed_backward == gradients * rows * size * 2
+
+
 @pytest.mark.slow
 def test_operators_do_not_grow_with_the_length_and_bytes_grow_evenly() -> None:
     short, long = (count("ulysses", 16, length, Shape(layers=1)) for length in (LENGTH, 16 * LENGTH))

@@ -91,10 +91,42 @@ def draws(ids: torch.Tensor, table: Any, gate: Any, up: Any, down: Any) -> torch
     return F.linear(wide, down).sum()
 
 
-@pytest.mark.parametrize("function", [uses_a_wide_value_twice, draws])
+def gate_without_gradient(ids: torch.Tensor, table: Any, gate: Any, up: Any, down: Any) -> torch.Tensor:
+    """Moved out of its region, the gate would get a gradient that it has not."""
+    x = F.embedding(ids, table)
+    with torch.no_grad():
+        gated = F.silu(F.linear(x, gate))
+    return F.linear(gated * F.linear(x, up), down).sum()
+
+
+def gate_in_low_precision(ids: torch.Tensor, table: Any, gate: Any, up: Any, down: Any) -> torch.Tensor:
+    x = F.embedding(ids, table)
+    with torch.autocast("cpu", torch.bfloat16):
+        gated = F.linear(x, gate)
+    return F.linear(F.silu(gated).float() * F.linear(x, up), down).sum()
+
+
+@pytest.mark.parametrize("function", [uses_a_wide_value_twice, draws, gate_without_gradient, gate_in_low_precision])
 def test_leaves_alone_what_is_not_proven(axis: Axis, function: Callable[..., Any]):
     gm = tile_tokens_pass(annotated(axis, function, INPUTS), tiles=3)
     assert not any(TILED in node.meta for node in gm.graph.nodes)
+
+
+def with_adapters(ids: torch.Tensor, table: Any, gate: Any, up: Any, down: Any) -> torch.Tensor:
+    """Low-rank adapters beside both weights: the wide value is narrowed twice, and the results are added."""
+    x = F.embedding(ids, table)
+    wide = F.silu(F.linear(x, gate) + 2.0 * F.linear(F.linear(x, table[:2]), up[:, :2]))
+    return (x + (F.linear(wide, down) + 2.0 * F.linear(F.linear(wide, gate[:, :2].t()), table[:4, :2]))).sum()
+
+
+def test_adapters_run_in_parts_with_the_weights_beside_them(axis: Axis):
+    gm = tile_tokens_pass(annotated(axis, with_adapters, INPUTS), tiles=3)
+    (stretch,) = {node.meta[TILED] for node in gm.graph.nodes if TILED in node.meta}
+    assert names(stretch.nodes).count("linear") == 5, "all but the adapter that reads what is narrow"
+    assert names([stretch.last]) == ["add"]
+    local, _ = localized(axis, gm)
+    wide = [tuple(n.meta["val"].shape) for n in local.graph.nodes if "silu" in str(n.target)]
+    assert wide == [(2, 4, WIDE)] * 3
 
 
 class Rows(TorchDispatchMode):
@@ -163,6 +195,53 @@ def run_llama(rank_info: RankInfo, batches: list[Any], config: Any, checkpoint: 
         return model
 
     return parity.run_model(rank_info, build, batches, config=config)
+
+
+class Unusual(nn.Module):
+    """An MLP with an adapter beside its second weight, and one whose gate has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(toys.VOCAB, 8)
+        self.up, self.gate, self.down = nn.Linear(8, 48), nn.Linear(8, 48), nn.Linear(48, 8)
+        self.a, self.b = nn.Linear(48, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.head = nn.Linear(8, toys.VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> toys.Out:
+        x = self.embed(input_ids)
+        wide = F.gelu(self.up(x))
+        x = x + self.down(wide) + 0.5 * self.b(self.a(wide))
+        with torch.no_grad():
+            gate = torch.sigmoid(self.gate(x))
+        x = x + self.down(self.up(x) * gate)
+        logits = self.head(x)
+        return toys.Out(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+def run_unusual(rank_info: RankInfo) -> list[parity.Result]:
+    """``check`` finds gradients that one side alone has: the gate's."""
+    return parity.run_model(rank_info, Unusual, [toys.batch(37)], config={"autosp": {"token_tiles": 3}})
+
+
+def test_exact_beside_an_adapter_and_a_gate_without_gradient(ranks: RankPool):
+    for results in ranks.run(run_unusual, timeout=300):
+        for result in results:
+            result.check()
+
+
+@pytest.mark.parametrize(("wide", "said"), [(24, True), (320, False)])
+def test_tiles_without_effect_are_told(
+    wide: int, said: bool, fake_ranks: Callable[..., None], caplog: pytest.LogCaptureFixture
+):
+    from autosp.backend import autosp_backend
+
+    fake_ranks(2)
+    torch._dynamo.reset()
+    autosp.initialize({"autosp": {"inner_backend": "aot_eager", "token_tiles": 4, "verify": "compile"}})
+    model = llama(intermediate_size=wide)
+    torch.compile(model, backend=autosp_backend)(**autosp.prepare_batch(zoo.batch(64)))
+    assert ("token_tiles has no effect in this graph" in caplog.text) is said
 
 
 class Shared(nn.Module):

@@ -25,8 +25,8 @@ def scaling(
         list[str] | None,
         typer.Option(help="ulysses, ring or allgather_kv; may be repeated. Default: all.", show_default=False),
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads; each size of the group divides them.")] = 64,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads, likewise.")] = 64,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 64,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads; they divide the query heads.")] = 64,
     head_dim: Annotated[int, typer.Option(min=2, help="Size of a head.")] = 128,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the counts to this file.")] = None,
     picture: Annotated[
@@ -51,10 +51,9 @@ def scaling(
     if heads % kv_heads:
         raise ConfigError(f"--heads {heads}: a multiple of --kv-heads {kv_heads} is expected")
     for size in sizes:
-        if size < 2 or heads % size or kv_heads % size or fixed % size:
+        if size < 2 or fixed % size:
             raise ConfigError(
-                f"--ranks {size}: the closed form is for groups of at least 2 whose size divides --heads ({heads}), "
-                f"--kv-heads ({kv_heads}) and --strong ({fixed})"
+                f"--ranks {size}: the closed form is for groups of at least 2 whose size divides --strong ({fixed})"
             )
     speaks = reporter(True, to_stderr=True)
     with speaks.stage("Importing torch and transformers"):

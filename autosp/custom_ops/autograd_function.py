@@ -7,6 +7,7 @@ A body is found by a name made from its code, so that the same program has the s
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx import traceback as fx_traceback
 
 from ._library import define
 
@@ -73,10 +75,24 @@ def _plain(tensors: Sequence[Tensor], numbers: Sequence[Any], name: str, use: st
     return [x.clone() if x.untyped_storage()._cdata in known else x for x in listed]
 
 
+def _marked(body: fx.GraphModule) -> fx.GraphModule:
+    """The body with what the node that runs it says of recomputation: torch runs a body node by node, each with its own
+    annotations, so that what a node of the body does not say is not said.
+    """
+    meta = fx_traceback.get_current_meta()
+    marks = {key: meta[key] for key in ("recompute", "ac_graph_id") if key in meta}
+    if not marks:
+        return body
+    marked = fx.GraphModule(body, copy.deepcopy(body.graph))
+    for node in marked.graph.nodes:
+        node.meta.update(marks)
+    return marked
+
+
 def _with_autograd(tensors: Sequence[Tensor], numbers: Sequence[Any], name: str, use: str) -> list[Tensor]:
     bodies = _BODIES[name]
     results = torch.ops.higher_order.autograd_function_apply(
-        bodies.forward, bodies.backward, *bodies.arguments(tensors, numbers), **bodies.settings
+        _marked(bodies.forward), bodies.backward, *bodies.arguments(tensors, numbers), **bodies.settings
     )
     return [results] if bodies.single else list(results)
 

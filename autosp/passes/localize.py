@@ -298,8 +298,9 @@ def localize_graph(
     with disable_fake_tensor_cache(fake_mode), fake_mode, fx_traceback.preserve_node_meta():
         local = make_fx(run, pre_dispatch=True)(*inputs)
     for node in local.graph.nodes:
-        if node.target is torch.ops.aten.randint.low and "recompute" in node.meta:
-            # The seed of a dropout mask: drawing it again would draw another mask.
+        if node.target is torch.ops.aten.randint.low:
+            # The seed of a dropout mask. A checkpointed region would draw it again, and so would a memory budget of
+            # AOTAutograd's partitioner, which takes few operators for random: the backward had another mask.
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     local.graph.eliminate_dead_code()
     local.recompile()

@@ -13,11 +13,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..layout.call import OpCall, Strategy, Value
 from ..layout.infer import CALL, LAYOUT, STRATEGY
+from ..layout.nodes import is_barred
 from ..layout.placement import REPLICATE, Replicate, Shard, product
 from ..layout.stretch import TILED, Stretch
 
 WIDER = 1.5
 """A value is wide when it holds this many times the elements that its widest operand holds, or more."""
+
+_NARROWING = 16
+"""At most so many nodes narrow a wide value again."""
 
 
 def tile_tokens_pass(gm: fx.GraphModule, *, tiles: int) -> fx.GraphModule:
@@ -59,14 +63,28 @@ def _stretches(gm: fx.GraphModule) -> list[list[fx.Node]]:
             continue
         group = _connected(node, wide)
         seen |= group
-        ends = {user for member in group for user in member.users} - group
-        if len(ends) != 1 or not all(map(is_token_wise, ends)):
-            continue
-        members = sorted(group | ends, key=order.__getitem__)
-        # The end must come last, and nothing that it waits for may wait for a member.
-        if members[-1] in ends and len(group) > 1 and _is_convex(set(members), order):
+        if len(group) > 1 and (members := _closed(group, order)) is not None:
             found.append(members)
     return found
+
+
+def _closed(group: set[fx.Node], order: dict[fx.Node, int]) -> list[fx.Node] | None:
+    """``group`` and what narrows it again, down to the one node that all else outside reads; None where there is none.
+
+    More than one node may narrow it, as a weight and the adapter beside it do, until their results are added.
+    """
+    members = set(group)
+    for _ in range(_NARROWING):
+        ends = sorted({user for member in members for user in member.users} - members, key=order.__getitem__)
+        if not ends or not is_token_wise(ends[0]):
+            return None
+        members.add(ends[0])
+        # The end comes last, so that nothing that it waits for waits for a member.
+        if len(ends) == 1:
+            found = sorted(members, key=order.__getitem__)
+            # They are moved together: not out of a no_grad or autocast region, nor past a write.
+            return None if is_barred(found[0], found[-1]) else found
+    return None
 
 
 def _connected(start: fx.Node, wide: set[fx.Node]) -> set[fx.Node]:
@@ -78,12 +96,6 @@ def _connected(start: fx.Node, wide: set[fx.Node]) -> set[fx.Node]:
                 group.add(other)
                 pending.append(other)
     return group
-
-
-def _is_convex(members: set[fx.Node], order: dict[fx.Node, int]) -> bool:
-    """No path leaves the members and comes back: all but the last are used by members only."""
-    last = max(members, key=order.__getitem__)
-    return all(user in members for node in members if node is not last for user in node.users)
 
 
 def _width(node: fx.Node) -> int | None:

@@ -5,9 +5,10 @@ adds up the communication of its compile report. One process, no GPU, nothing al
 
 For Ulysses the closed form is a rank's part of four all-to-alls a layer, Q, K, V there and the result back,
 ``2 (Nq + Nkv) D (S / P) (P - 1) / P`` elements in the forward and as many in the backward (Jacobs et al.,
-DeepSpeed-Ulysses, 2023). For ring attention it is the K and V of all other ranks, ``2 Nkv D S (P - 1) / P`` in the
-forward, which does not fall with ``P`` (Liu et al., Ring Attention, 2023); in the backward they go round once more,
-and their gradients with them in fp32 and back to their owners.
+DeepSpeed-Ulysses, 2023); where ``P`` does not divide the heads, what the last rank's own heads make of it. For ring
+attention it is the K and V of all other ranks, ``2 Nkv D S (P - 1) / P`` in the forward, which does not fall with ``P``
+(Liu et al., Ring Attention, 2023); in the backward they go round once more, and their gradients with them in fp32 and
+back to their owners.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ class Count:
 
 
 def closed_form(attention: str, shape: Shape, ranks: int, length: int, size: int = 2) -> tuple[float, float]:
-    """Bytes that one rank sends for one layer's attention in the forward and in the backward.
+    """Bytes that the last rank sends for one layer's attention in the forward and in the backward.
 
     Args:
         attention: "ulysses", "ring" or "allgather_kv".
-        shape: the model; ``ranks`` divides its heads.
+        shape: the model.
         ranks: P.
         length: S, tokens; ``ranks`` divides it.
         size: bytes of an element of activations.
@@ -77,12 +78,23 @@ def closed_form(attention: str, shape: Shape, ranks: int, length: int, size: int
     share = (ranks - 1) / ranks
     keys = 2 * shape.kv_heads * shape.head_dim * length
     if attention == "ulysses":
-        elements = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * length / ranks * share
-        return elements * size, elements * size
+        rows = shape.head_dim * length / ranks * size
+        queries, keys_too = _heads_of_ranks(shape, ranks)
+        mine, others = queries[-1] * (ranks - 1), sum(queries[:-1])
+        return rows * (sum(keys_too[:-1]) + mine), rows * (keys_too[-1] * (ranks - 1) + others)
     if attention == "allgather_kv":  # gathered, and the gradients reduce-scattered
         return keys * share * size, keys * share * size
     # once around without the way home; gradients in fp32 go all the way home
     return keys * share * size, keys * share * size + keys * max(4, size)
+
+
+def _heads_of_ranks(shape: Shape, ranks: int) -> tuple[list[int], list[int]]:
+    """Query heads that each rank attends with, and with them the key and value heads that those read."""
+    bounds = [(p * shape.heads // ranks, (p + 1) * shape.heads // ranks) for p in range(ranks)]
+    repeats = shape.heads // shape.kv_heads
+    read = [len({head // repeats for head in range(low, high)}) for low, high in bounds]
+    queries = [high - low for low, high in bounds]
+    return queries, [q + 2 * k for q, k in zip(queries, read, strict=True)]
 
 
 def count(

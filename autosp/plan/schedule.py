@@ -33,7 +33,7 @@ def scheduled_program(gm: fx.GraphModule, config: AutoSPConfig | None) -> Progra
             matrix products in their order. None for the plain model.
     """
     raised = config is not None and config.overlap_communication
-    in_order = config is not None and config.token_tiles != 1
+    in_order = config is not None and config.tiles != 1
     if not raised:
         program = read_program(gm.graph)
     else:

@@ -185,7 +185,7 @@ def _collectives_of(
             edges = [[origin, user.name] for user in whole.users if user.op == "call_function"]
         else:
             edges = [[source, origin] for source in sources if source in origins]
-        forward, backward = traffic_of(node, axis.size, node.name in differentiable)
+        forward, backward = traffic_of(node, axis.size, axis.rank, node.name in differentiable)
         named = [label_of(origins[name]) for name in sources if name in origins]
         records.append(
             CollectiveRecord(

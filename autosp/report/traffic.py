@@ -2,7 +2,8 @@
 
 Counted for the usual ring algorithms over ``P`` ranks, ``n`` bytes being the larger of what goes in and what comes
 out: all-gather, reduce-scatter and all-to-all send ``n (P - 1) / P`` a rank, all-reduce ``2 n (P - 1) / P``
-(Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
+(Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005). Pieces of an
+all-to-all may differ in size, as they do for heads that the group does not divide; all but a rank's own are sent.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import fx
 
 from ..layout.infer import STRATEGY
-from .graph_text import nbytes, operator_name
+from .graph_text import nbytes, operator_name, size_of
 
 
 def is_collective(node: fx.Node, group: str) -> bool:
@@ -28,9 +29,21 @@ def _name(node: fx.Node) -> str:
     return operator_name(node.target).split(".")[1]
 
 
-def traffic_of(node: fx.Node, ranks: int, has_gradient: bool) -> tuple[int, int]:
-    """Bytes that one rank sends for ``node`` in the forward and in the backward of a step."""
+def _exchanged(node: fx.Node, rank: int) -> tuple[int, int]:
+    """Bytes of the pieces that ``rank`` sends to others and receives from others."""
+    number = lambda x: size_of(x.meta["val"] if isinstance(x, fx.Node) else x)  # noqa: E731
+    pieces: tuple[Any, ...] = node.args
+    sent, received = (sum(number(x) for place, x in enumerate(part) if place != rank) for part in pieces[1:3])
+    width = node.meta["val"].element_size()
+    return sent * width, received * width
+
+
+def traffic_of(node: fx.Node, ranks: int, rank: int, has_gradient: bool) -> tuple[int, int]:
+    """Bytes that ``rank`` of a group of ``ranks`` sends for ``node`` in the forward and in the backward of a step."""
     name = _name(node)
+    if name == "all_to_all":
+        sent, received = _exchanged(node, rank)
+        return sent, received if has_gradient else 0
     into = max((nbytes(source.meta.get("val")) for source in node.all_input_nodes), default=0)
     out = nbytes(node.meta.get("val"))
     share = (ranks - 1) / ranks
