@@ -349,16 +349,19 @@ def _fill_sizes(dp: int | None, sp: int | None, tp: int, world_size: int) -> tup
 
 def _explain(error: ValidationError) -> str:
     """One line for each bad setting: what was got and what is allowed."""
-    lines = []
+    lines: dict[str, str] = {}
     for item in error.errors():
         name = str(item["loc"][0]) if item["loc"] else "config"
+        message = f"{item['msg'][0].lower()}{item['msg'][1:]}"
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown setting {name!r}; valid settings: {', '.join(AutoSPConfig.model_fields)}")
+            lines[name] = f"unknown setting {name!r}; valid settings: {', '.join(AutoSPConfig.model_fields)}"
         elif choices := _choices(name):
-            lines.append(f"{name} is {item['input']!r}; allowed: {_listing(choices)}")
+            lines[name] = f"{name} is {item['input']!r}; allowed: {_listing(choices)}"
+        elif name in lines:  # a number or a word: neither was given
+            lines[name] += message.replace("input should be", ", or")
         else:
-            lines.append(f"{name} is {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
-    return "\n".join(dict.fromkeys(lines))
+            lines[name] = f"{name} is {item['input']!r}: {message}"
+    return "\n".join(lines.values())
 
 
 def _choices(name: str) -> tuple[str, ...]:

@@ -163,6 +163,10 @@ WRONG = {
     "a method": (("bench", "step", "--device", "cpu", "--only", "magic"), "unknown methods ['magic']; allowed are"),
     "a dtype": (("bench", "step", "--device", "cpu", "--dtype", "int8"), "--dtype int8: choose bfloat16 or"),
     "options": (("bench", "step", "--device", "cpu", "--options", "{"), "--options is not valid JSON"),
+    "an inner backend of one row": (
+        ("bench", "step", "--device", "cpu", "--options", '{"inner_backend": "eager"}'),
+        "give --inner-backend",
+    ),
     "a list of options": (("bench", "step", "--device", "cpu", "--options", "[]"), "a JSON list; an object is needed"),
     "an option": (("bench", "step", "--device", "cpu", "--options", '{"x": 1}'), "unknown 'x' in torch.compile"),
     "a peer for nobody": (

@@ -142,6 +142,8 @@ def _options(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"--options is a JSON {type(found).__name__}; an object is needed")
     AutoSPConfig().with_options(found)
+    if "inner_backend" in found:
+        raise ConfigError("--options holds inner_backend, which is one for all rows: give --inner-backend")
     return found
 
 

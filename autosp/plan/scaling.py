@@ -112,7 +112,7 @@ def count(
     shape = shape or Shape()
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
-        hidden_size=256,
+        hidden_size=-(-256 // shape.heads) * shape.heads,  # a multiple of the heads, which transformers asks for
         intermediate_size=512,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
