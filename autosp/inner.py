@@ -90,8 +90,7 @@ def keep_attention_and_losses(graph: fx.GraphModule, *, checkpointed: bool) -> i
 
     A fused loss has settled what it keeps. Run again it would multiply by the whole head once more, and over a group
     issue collectives that the partitioner does not see, on those ranks alone whose shard it found worth it. Losses of a
-    head that ranks share have such collectives too. Of the operators that draw random numbers torch's partitioner knows
-    a few.
+    head that ranks share have such collectives too.
 
     Args:
         checkpointed: attention also inside the bodies of the model's own checkpointing, which are recomputed otherwise.
@@ -103,9 +102,7 @@ def keep_attention_and_losses(graph: fx.GraphModule, *, checkpointed: bool) -> i
     for node in graph.graph.nodes:
         own = "recompute" not in node.meta
         attends = is_attention(node) and (checkpointed or own)
-        # Drawn again, it would be other numbers; a checkpointed region draws the same by torch's own means.
-        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if attends or own and (draws or _name(node) in _OPAQUE_LOSSES):
+        if attends or own and _name(node) in _OPAQUE_LOSSES:
             kept += attends and not own
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return kept
