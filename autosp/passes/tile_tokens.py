@@ -112,7 +112,7 @@ def _is_wide(node: fx.Node, wide: set[fx.Node]) -> bool:
     widest = max((_width(other) or 0 for other in operands), default=0)
     if width is None or not widest:
         return False
-    return width > WIDER * widest or (width == widest and not wide.isdisjoint(operands))
+    return width >= WIDER * widest or (width == widest and not wide.isdisjoint(operands))
 
 
 def _sharded_inputs(node: fx.Node) -> list[fx.Node]:
