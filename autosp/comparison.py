@@ -70,9 +70,9 @@ class Comparison:
         floor = _floor(expected)
         for name in sorted(set(found) & set(expected)):
             error = self._gradient_error(name, found[name], expected[name], floor)
-            if not error <= self.gradient_error or not self.worst:
-                self.worst = name
-                self.gradient_error = _worse(self.gradient_error, error)
+            is_number = self.gradient_error == self.gradient_error
+            if not self.worst or (is_number and not error <= self.gradient_error):
+                self.worst, self.gradient_error = name, error
         reference, logits = self._outputs[step], _logits(out)
         if reference is not None and logits is not None:
             whole = logits.full_tensor() if isinstance(logits, DTensor) else logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import parity
@@ -152,6 +153,21 @@ def test_what_is_no_plain_model_or_batch() -> None:
             autosp.check(torch.nn.Linear(2, 2), {"input": torch.ones(3, 2)}, loss_of=lambda out: out)
     finally:
         autosp.mesh.reset()
+
+
+def test_the_first_gradient_that_is_no_number_is_the_worst() -> None:
+    def with_gradients(*values: float) -> torch.nn.Module:
+        model = torch.nn.ParameterDict({f"p{i}": torch.nn.Parameter(torch.ones(2)) for i in range(len(values))})
+        for parameter, value in zip(model.values(), values, strict=True):
+            parameter.grad = torch.full((2,), value)
+        return model
+
+    nan = float("nan")
+    for found, worst in (((1.0, nan, 9.0, nan), "p1"), ((1.0, 2.0, 9.0, 3.0), "p2"), ((1.0, 1.0, 1.0, 1.0), "p0")):
+        comparison = Comparison()
+        comparison.expect(0, torch.tensor(1.0), with_gradients(1.0, 1.0, 1.0, 1.0), SimpleNamespace())
+        comparison.compare(0, torch.tensor(1.0), with_gradients(*found), SimpleNamespace())
+        assert comparison.worst == worst
 
 
 def test_errors_are_relative_and_a_nan_is_never_right() -> None:

@@ -131,6 +131,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "said"),
     [
         (["--ranks", "3"], "--ranks 3"),
+        (["--ranks", "0"], "a whole number of ranks of at least 2"),
         (["--attention", "magic"], "--attention magic"),
         (["--heads", "10", "--kv-heads", "4"], "--heads 10"),
         (["--strong", "many"], "--strong"),

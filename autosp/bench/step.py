@@ -251,7 +251,8 @@ def _autosp(settings: StepSettings, model: Any) -> Iterator[Step]:
     import autosp
     from autosp.backend import autosp_backend
 
-    section = {"verify": "compile", **settings.options, "inner_backend": settings.inner_backend}
+    shared = {"verify": "compile"} if dist.get_world_size() > 1 else {}
+    section = {**shared, **settings.options, "inner_backend": settings.inner_backend}
     autosp.initialize({"autosp": section}, device_type=settings.device)
     # not by its name, which a checkout that is not installed does not have
     compiled = torch.compile(model, backend=autosp_backend)

@@ -46,7 +46,7 @@ def scaling(
     for name in strategies:
         if name not in _STRATEGIES:
             raise ConfigError(f"--attention {name}: choose of {', '.join(_STRATEGIES)}")
-    sizes = sorted({parse_size(part, option="--ranks") for part in ranks.split(",")})
+    sizes = sorted({parse_size(part, option="--ranks", unit="ranks") for part in ranks.split(",")})
     fixed, each = parse_size(strong, option="--strong"), parse_size(weak, option="--weak")
     if heads % kv_heads:
         raise ConfigError(f"--heads {heads}: a multiple of --kv-heads {kv_heads} is expected")

@@ -99,16 +99,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def parse_size(text: str, *, option: str) -> int:
+def parse_size(text: str, *, option: str, unit: str = "tokens") -> int:
     """Return the number that `text` stands for: ``512``, ``4k`` (4096), ``1.5k``, ``1m`` (1048576).
 
     Raises:
-        ConfigError: `text` is no size, is not a whole number of tokens, or is less than 2.
+        ConfigError: `text` is no size, is not a whole number of `unit`, or is less than 2.
     """
     match = _SIZE.fullmatch(text.strip())
     size = float(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
     if size < 2 or size != int(size):
-        raise ConfigError(f"{option} got {text!r}: give a whole number of tokens of at least 2, such as 512, 4k or 1m")
+        raise ConfigError(f"{option} got {text!r}: give a whole number of {unit} of at least 2, such as 512, 4k or 1m")
     return int(size)
 
 
