@@ -54,3 +54,10 @@ def layer_number(node: fx.Node, current: int | None) -> int | None:
     """The number of the node's layer; a node that says nothing belongs where the last one did."""
     match = _NUMBERED.search(module_stack(node))
     return int(match.group(1) or match.group(2)) if match else current
+
+
+def layer_path(node: fx.Node) -> str | None:
+    """The path of the node's layer, which tells an encoder's from a decoder's of the same number."""
+    stack = module_stack(node)
+    match = _NUMBERED.search(stack)
+    return stack[: match.end()].rstrip(".") if match else None

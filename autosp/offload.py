@@ -14,6 +14,7 @@ leaves the forward as a tensor of the host, and the backward's input of that nam
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from .custom_ops.host_copy import FROM_HOST, FROM_HOST_DONE, TO_HOST, TO_HOST_DONE
 from .host_copy_order import AHEAD
-from .location import layer_number
+from .location import layer_path
 
 SMALLEST = 1 / 64
 """Of the largest saved value: smaller ones stay. Both grow with the length, so that the choice does not."""
@@ -69,8 +70,8 @@ def partition(
 def offload_saved(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int) -> list[str]:
     """Move large values that ``forward`` saves for ``backward`` to the host in between, in place.
 
-    Views of inputs and of outputs of the model stay, since their memory does, several views of one value, and what the
-    last layer and what follows it save, which the backward needs at once.
+    Views of inputs and of outputs of the model stay, since their memory does, several views of one value, what a
+    collective still writes, and what the last layer and what follows it save, which the backward needs at once.
 
     Args:
         num_fwd_outputs: how many outputs of the forward are results; the rest is saved.
@@ -99,7 +100,10 @@ def _chosen(forward: fx.GraphModule, num_fwd_outputs: int) -> list[fx.Node]:
         for node, base in zip(saved, bases, strict=True)
         if base.op == "call_function" and base not in results and bases.count(base) == 1
         and _has_hints(node) and _has_hints(base) and _is_whole(node.meta["val"], base.meta["val"])
+        and not _is_under_way(node)
     ]  # fmt: skip
+    # Beside a GPU what the host computes is where it would go. A program of the host alone shows what is moved.
+    candidates = [node for node in candidates if node.meta["val"].device.type != "cpu"] or candidates
     if not candidates:
         return []
     sizes = {node: _count(node.meta["val"]) * node.meta["val"].element_size() for node in candidates}
@@ -111,12 +115,15 @@ def _chosen(forward: fx.GraphModule, num_fwd_outputs: int) -> list[fx.Node]:
 
 
 def _last_layer(graph: fx.Graph, place: dict[fx.Node, int]) -> int:
-    """Where the last layer begins: what is saved from there on the backward needs at once."""
-    layers = {node: number for node in graph.nodes if (number := layer_number(node, None)) is not None}
-    if len(set(layers.values())) < 2:
-        return len(place)
-    last = max(layers.values())
-    return min(place[node] for node, number in layers.items() if number == last)
+    """Where the last layer begins: what is saved from there on the backward needs at once.
+
+    Layers of an encoder and a decoder have the same numbers.
+    """
+    begins: dict[str, int] = {}
+    for node in graph.nodes:
+        if (layer := layer_path(node)) is not None:
+            begins.setdefault(layer, place[node])
+    return max(begins.values()) if len(begins) > 1 else len(place)
 
 
 def _copy_to_host(graph: fx.Graph, chosen: list[fx.Node]) -> list[fx.Node]:
@@ -136,6 +143,8 @@ def _copy_to_host(graph: fx.Graph, chosen: list[fx.Node]) -> list[fx.Node]:
         with graph.inserting_before(starts[number + AHEAD] if number + AHEAD < len(starts) else output):
             host = _call(graph, TO_HOST_DONE, (start, start.args[0]), f"{node.name}_on_host", node.meta["val"], "cpu")
         host.meta["val"] = start.meta["val"]  # one tensor
+        if _UNCHECKED in node.meta:
+            host.meta[_UNCHECKED] = node.meta[_UNCHECKED]
         hosts.append(host)
     moved = dict(zip(chosen, hosts, strict=True))
     (outputs,) = output.args
@@ -175,6 +184,9 @@ def _copy_back(graph: fx.Graph, hosts: dict[str, fx.Node]) -> None:
             last_input = start
 
 
+_UNCHECKED = "saved_tensor_with_no_vc_check"
+"""AOTAutograd counts those that an ``autograd.Function`` keeps by itself, which come last of what is saved."""
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr")
 
 
@@ -208,14 +220,36 @@ def _is_tensor(node: Any) -> bool:
 
 def _base(node: fx.Node) -> fx.Node:
     """What a view is a view of."""
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        returns = node.target._schema.returns
-        is_view = len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-        same = "wait_tensor" in str(node.target) or "_unsafe_view" in str(node.target)
-        if not (is_view or same) or not isinstance(node.args[0], fx.Node):
-            break
-        node = node.args[0]
+    while (source := _source(node)) is not None:
+        node = source
     return node
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """What a node's result lies in the memory of, one step back; a part of a tensor is taken out of a list of views."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    if node.target is operator.getitem:
+        return node.args[0] if _gives_views(node.args[0].target) else None
+    return node.args[0] if _gives_views(node.target) else None
+
+
+def _gives_views(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    returns = target._schema.returns
+    is_view = len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    return is_view or target is _WAIT or "_unsafe_view" in str(target)
+
+
+def _is_under_way(node: fx.Node) -> bool:
+    """Whether a collective may still write it: torch's partitioner may save that rather than what waits for it."""
+    current: fx.Node | None = node
+    while current is not None and current.target is not _WAIT:
+        if "_c10d_functional" in str(current.target):
+            return True
+        current = _source(current)
+    return False
 
 
 def _is_whole(value: torch.Tensor, source: torch.Tensor) -> bool:

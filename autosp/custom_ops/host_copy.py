@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import InternalError
+
 _LIBRARY = torch.library.Library("autosp", "FRAGMENT")
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-_events: dict[int, torch.cuda.Event] = {}
-"""Of copies that nobody waited for yet, by the address of what they write."""
+_running: dict[int, tuple[int, torch.cuda.Event | None]] = {}
+"""Copies that nobody waited for yet, by the address of what they write: the address of what they read, their end."""
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
@@ -35,20 +37,36 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
+    if not target.numel():
+        return
+    event = None
     if device.type != "cuda":
         _flat(target).copy_(_flat(source))
+    else:
+        stream = _stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            _flat(target).copy_(_flat(source), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+    _running[target.data_ptr()] = source.data_ptr(), event
+
+
+def _wait(target: torch.Tensor, source: torch.Tensor | None, device: torch.device) -> None:
+    """Have the device wait for the copy that writes ``target``.
+
+    Raises:
+        InternalError: there is none, or it reads something else than ``source``. A compiler that hands an operator a
+            copy of its input made the two operators of a pair unlike; what the first one read would not be kept.
+    """
+    if not target.numel():
         return
-    stream = _stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        _flat(target).copy_(_flat(source), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(stream)
-    _events[target.data_ptr()] = event
-
-
-def _wait(target: torch.Tensor, device: torch.device) -> None:
-    event = _events.pop(target.data_ptr(), None)
+    read, event = _running.pop(target.data_ptr(), (None, None))
+    if read is None or source is not None and read != source.data_ptr():
+        raise InternalError(
+            f"the copy of a value of shape {tuple(target.shape)} is awaited with other memory than it began with: "
+            'set activation_offloading to false, or inner_backend to "aot_eager"'
+        )
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 
@@ -61,7 +79,7 @@ def _to_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _to_host_done(host: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    _wait(host, x.device)
+    _wait(host, x, x.device)
     return host
 
 
@@ -73,7 +91,7 @@ def _from_host(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _from_host_done(x: torch.Tensor) -> torch.Tensor:
-    _wait(x, x.device)
+    _wait(x, None, x.device)
     return x
 
 
