@@ -306,7 +306,7 @@ def _report(work: Work, tiles: int) -> None:
     if any(map(is_attention, nodes)) and not any(TILED in node.meta for node in nodes):
         log.warning(
             "token_tiles has no effect in this graph: nothing in it treats each token alone, widens it by half or more "
-            "and narrows it again, without dropout, a chunk or a reshape of the tokens between (docs/long_sequences.md)"
+            "and narrows it again, without dropout between (docs/long_sequences.md)"
         )
     if work.gathered:
         names = sorted({f"{item.operator} at {item.location}" for item in work.gathered})

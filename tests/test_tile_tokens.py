@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autosp
 from autosp.layout.axis import Axis
-from autosp.layout.stretch import TILED
+from autosp.layout.placement import Shard
+from autosp.layout.stretch import TILED, join_parts, part_of
 from autosp.passes.tile_tokens import tile_tokens_pass
 
 WIDE = 40
@@ -106,7 +107,30 @@ def gate_in_low_precision(ids: torch.Tensor, table: Any, gate: Any, up: Any, dow
     return F.linear(F.silu(gated).float() * F.linear(x, up), down).sum()
 
 
-@pytest.mark.parametrize("function", [uses_a_wide_value_twice, draws, gate_without_gradient, gate_in_low_precision])
+def merged_sequence_first(ids: torch.Tensor, table: Any, gate: Any, up: Any, down: Any) -> torch.Tensor:
+    """A token's rows lie side by side, one a sequence: an inner factor, as that of the experts of a token."""
+    x = F.embedding(ids, table).transpose(0, 1).reshape(-1, 4)
+    return F.linear(F.silu(F.linear(x, gate)), down).sum()
+
+
+def each_token_for_two_experts(ids: torch.Tensor, table: Any, gate: Any, up: Any, down: Any) -> torch.Tensor:
+    x = F.embedding(ids, table).reshape(-1, 4).repeat_interleave(2, dim=0)
+    return F.linear(F.silu(F.linear(x, gate)), down).sum()
+
+
+def keeps_a_part(ids: torch.Tensor, table: Any, gate: Any, up: Any, down: Any) -> torch.Tensor:
+    """The queries, keys and values of one product go their own ways."""
+    q, k = F.linear(F.embedding(ids, table), gate).chunk(2, dim=-1)
+    return (q.sum(dim=1) * k.sum(dim=1)).sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        uses_a_wide_value_twice, draws, gate_without_gradient, gate_in_low_precision, merged_sequence_first,
+        each_token_for_two_experts, keeps_a_part,
+    ],
+)  # fmt: skip
 def test_leaves_alone_what_is_not_proven(axis: Axis, function: Callable[..., Any]):
     gm = tile_tokens_pass(annotated(axis, function, INPUTS), tiles=3)
     assert not any(TILED in node.meta for node in gm.graph.nodes)
@@ -129,53 +153,117 @@ def test_adapters_run_in_parts_with_the_weights_beside_them(axis: Axis):
     assert wide == [(2, 4, WIDE)] * 3
 
 
-class Rows(TorchDispatchMode):
-    """Largest number of rows of a value that is as wide as the MLP."""
+def chunked(ids: torch.Tensor, table: Any, gate: Any, up: Any, down: Any) -> torch.Tensor:
+    """One product for gate and up, as Phi-3 has it."""
+    x = F.embedding(ids, table)
+    g, u = F.linear(x, torch.cat([gate, up])).chunk(2, dim=-1)
+    return (x + F.linear(F.silu(g) * u, down)).sum()
 
-    def __init__(self, width: int) -> None:
+
+def sliced(ids: torch.Tensor, table: Any, gate: Any, up: Any, down: Any) -> torch.Tensor:
+    x = F.embedding(ids, table)
+    both = F.linear(x, torch.cat([gate, up]))
+    return (x + F.linear(F.silu(both[..., :WIDE]) * both[..., WIDE:], down)).sum()
+
+
+def merged(ids: torch.Tensor, table: Any, gate: Any, up: Any, down: Any) -> torch.Tensor:
+    """Batch and tokens are one dimension from here to there, as in OPT."""
+    x = F.embedding(ids, table)
+    y = F.linear(F.silu(F.linear(x.reshape(-1, 4), gate)), down)
+    return (x + y.view(x.shape)).sum()
+
+
+def merged_for_each_product(ids: torch.Tensor, table: Any, gate: Any, up: Any, down: Any) -> torch.Tensor:
+    """As GPT-2 has it; ids that are viewed first do not make the embedding a wide value."""
+    x = F.embedding(ids.view(-1, ids.shape[-1]), table)
+    wide = torch.addmm(gate[:, 0], x.view(-1, 4), gate.t()).view(*ids.shape, WIDE)
+    wide = 0.5 * wide * (1 + torch.tanh(wide))
+    y = torch.addmm(down[:, 0], wide.view(-1, WIDE), down.t())
+    return (x + y.view(x.shape)).sum()
+
+
+@pytest.mark.parametrize("function", [chunked, sliced, merged, merged_for_each_product])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_views_of_wide_values_run_in_parts(axis: Axis, function: Callable[..., Any], rows: int):
+    gm = tile_tokens_pass(annotated(axis, function, (INPUTS[0][:rows], *INPUTS[1:])), tiles=3)
+    (stretch,) = {node.meta[TILED] for node in gm.graph.nodes if TILED in node.meta}
+    gm.graph.lint()
+    local, _ = localized(axis, gm)
+    assert names([stretch.last])[0] in ("linear", "addmm")
+    values = [node.meta.get("val") for node in local.graph.nodes if node.op == "call_function"]
+    wide = [v.numel() // WIDE for v in values if isinstance(v, torch.Tensor) and v.dim() > 1 and v.shape[-1] == WIDE]
+    # Weights of 4 rows aside, no value is as wide but with the 4 positions of a part.
+    assert set(wide) <= {4, 4 * rows}
+    assert wide.count(4 * rows) >= 6
+
+
+def test_parts_hold_the_same_positions_of_each_sequence():
+    x = torch.arange(2 * 5 * 3).reshape(1, 2 * 5, 3)
+    shard = Shard(dim=1, length=10, size=10, outer=2)
+    parts = [part_of(x, shard, 0, 2), part_of(x, shard, 2, 3)]
+    torch.testing.assert_close(parts[0], x.reshape(2, 5, 3)[:, :2].reshape(1, 4, 3), rtol=0, atol=0)
+    torch.testing.assert_close(join_parts(parts, shard), x, rtol=0, atol=0)
+
+
+class Rows(TorchDispatchMode):
+    """Largest number of rows of a value that is as wide as the MLP, of 320 or of gate and up together."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.width, self.most = width, 0
+        self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in torch.utils._pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and leaf.shape[-1] == self.width:
-                self.most = max(self.most, leaf.numel() // self.width)
+            if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and leaf.shape[-1] in WIDTHS:
+                self.most = max(self.most, leaf.numel() // leaf.shape[-1])
         return out
 
 
+WIDTHS = (320, 640)
+ONE_LAYER: dict[str, dict[str, int]] = {
+    "llama": {"num_hidden_layers": 1, "intermediate_size": 320},
+    "phi3": {"num_hidden_layers": 1, "intermediate_size": 320},
+    "gpt2": {"n_layer": 1, "n_inner": 320},
+    "opt": {"num_hidden_layers": 1, "ffn_dim": 320},
+}
+
+
 def llama(**changed: Any) -> nn.Module:
-    return zoo.build("llama", **{"num_hidden_layers": 1, "intermediate_size": 320, **changed})
+    return zoo.build("llama", **{**ONE_LAYER["llama"], **changed})
 
 
-def alive(tiles: int) -> tuple[int, int]:
+def alive(name: str, tiles: int) -> tuple[int, int]:
     """Elements that the forward saves, and the most rows of a wide value in the backward."""
     from autosp.backend import autosp_backend
 
     torch._dynamo.reset()
     autosp.initialize({"autosp": {"inner_backend": "aot_eager", "token_tiles": tiles}})
-    compiled = torch.compile(llama(), backend=autosp_backend)
+    compiled = torch.compile(zoo.build(name, **ONE_LAYER[name]), backend=autosp_backend)
     saved: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, torch._subclasses.FakeTensor) and tensor.shape[-1:] == (320,) and tensor.dim() > 2:
+        is_fake = isinstance(tensor, torch._subclasses.FakeTensor)
+        # Weights have 64 rows.
+        if not is_fake and tensor.shape[-1:] in [(width,) for width in WIDTHS] and tensor.numel() > 64 * 320:
             saved.append(tensor.numel())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = compiled(**autosp.prepare_batch(zoo.batch(512))).loss
-    with Rows(320) as rows:
+    with Rows() as rows:
         loss.backward()
     return sum(saved), rows.most
 
 
-def test_no_wide_value_is_saved_or_exists_for_all_tokens(fake_ranks: Callable[..., None]):
+@pytest.mark.parametrize("name", parity.mostly_slow(ONE_LAYER, ["llama", "gpt2"]))
+def test_no_wide_value_is_saved_or_exists_for_all_tokens(name: str, fake_ranks: Callable[..., None]):
     fake_ranks(2)
     rows = 2 * 512 // 2  # two sequences of the batch, half of the tokens
-    saved, most = alive(1)
-    assert saved >= 2 * rows * 320
+    saved, most = alive(name, 1)
+    assert saved >= rows * 320
     assert most == rows
-    assert alive(4) == (0, rows // 4)
+    assert alive(name, 4) == (0, rows // 4)
 
 
 @pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -183,6 +271,22 @@ def test_exact_in_parts(ranks: RankPool, checkpoint: bool):
     config = {"autosp": {"inner_backend": "aot_eager", "token_tiles": 3}}
     # 33 rows over two ranks: parts of 5, 5 and 7 rows; at 5 tokens no parts at all.
     for results in ranks.run(run_llama, [zoo.batch(33), zoo.batch(5)], config, checkpoint, timeout=300):
+        for result in results:
+            result.check()
+
+
+def run_views(rank_info: RankInfo, name: str) -> list[parity.Result]:
+    config = {"autosp": {"inner_backend": "aot_eager", "token_tiles": 3}}
+    batches = [zoo.batch(33), zoo.batch(37, rows=1)]
+    return parity.run_model(rank_info, lambda: zoo.build(name, **ONE_LAYER[name]), batches, config=config)
+
+
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("phi3", 2), ("phi3", 3), ("opt", 2), ("gpt2", 3))]
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("gpt2", 2), *SLOW])
+def test_exact_with_views_of_wide_values(ranks: RankPool, name: str, world_size: int):
+    for results in ranks.run(run_views, name, world_size=world_size, timeout=300):
         for result in results:
             result.check()
 
@@ -242,6 +346,41 @@ def test_tiles_without_effect_are_told(
     model = llama(intermediate_size=wide)
     torch.compile(model, backend=autosp_backend)(**autosp.prepare_batch(zoo.batch(64)))
     assert ("token_tiles has no effect in this graph" in caplog.text) is said
+
+
+class Views(nn.Module):
+    """Gate and up in one product, taken apart by chunk and by slices; and a product of batch and tokens as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(toys.VOCAB, 8)
+        self.gate_up, self.down = nn.Linear(8, 48), nn.Linear(24, 8)
+        self.up, self.out = nn.Linear(8, 24), nn.Parameter(torch.randn(24, 8))
+        self.head = nn.Linear(8, toys.VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> toys.Out:
+        x = self.embed(input_ids.view(-1, input_ids.shape[-1]))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        x = x + self.down(F.silu(gate) * up)
+        both = self.gate_up(x)
+        x = x + self.down(torch.sigmoid(both[..., 24:]) * both[..., :24])
+        wide = F.gelu(self.up(x.reshape(-1, 8)).view(*x.shape[:2], 24))
+        x = x + torch.addmm(self.down.bias, wide.view(-1, 24), self.out).view(x.shape)
+        logits = self.head(x)
+        return toys.Out(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+def run_toy_views(rank_info: RankInfo, length: int) -> list[parity.Result]:
+    config = {"autosp": {"inner_backend": "aot_eager", "token_tiles": 3}}
+    batches = [toys.batch(length), toys.batch(length, rows=1)]
+    return parity.run_model(rank_info, Views, batches, config=config)
+
+
+def test_exact_with_chunks_slices_and_merged_tokens(ranks: RankPool):
+    for results in ranks.run(run_toy_views, 37, timeout=300):
+        for result in results:
+            result.check()
 
 
 class Shared(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,12 +56,18 @@ class Axis:
 
         An axis serves one compilation and most lengths are one and the same symbol, so each is worked out once.
         """
-        key = length.node.expr if isinstance(length, torch.SymInt) else length
+        key = _key(length)
         block = self._blocks.get(key)
         if block is None:
             rounded = length if self.divides(length) else length + self.size - 1
             block = self._blocks[key] = settled(rounded // self.size)
         return block
+
+    def part(self, length: IntLike, rows: IntLike) -> Axis:
+        """The axis as ``rows`` of the local positions of a grid of ``length`` see it: they are the block."""
+        part = replace(self)
+        part._blocks[_key(length)] = rows
+        return part
 
     def local_dim(self, shard: Shard) -> IntLike:
         """Local size of a cut dimension, padding rows included."""
@@ -86,3 +92,7 @@ class Axis:
         shape: list[IntLike] = [1] * ndim
         shape[shard.dim] = self.local_dim(shard)
         return valid.reshape(shape)
+
+
+def _key(length: IntLike) -> Any:
+    return length.node.expr if isinstance(length, torch.SymInt) else length

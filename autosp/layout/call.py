@@ -93,6 +93,8 @@ class Strategy:
         note: one line for the compile report.
         sharded: whether each rank computes a part, so that whole operands get only a part of their gradient on each
             rank; None tells it by the output (whole: no).
+        tileable: whether ``local`` treats each position of the grid alone and asks nothing but sizes of ``call.axis``,
+            so that it runs on some of a rank's positions as it does on all of them.
     """
 
     inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -101,6 +103,7 @@ class Strategy:
     fills: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     sharded: bool | None = None
+    tileable: bool = False
 
 
 @dataclass

@@ -130,16 +130,13 @@ class Shard:
 
     def same_rows(self, other: Shard) -> bool:
         """Both cut their dimension in the same rows, whichever dimension that is."""
-        return all(
-            known_equal(a, b)
-            for a, b in (
-                (self.length, other.length),
-                (self.size, other.size),
-                (self.start, other.start),
-                (self.outer, other.outer),
-                (self.inner, other.inner),
-            )
-        )
+        factors = (self.outer, other.outer), (self.inner, other.inner)
+        return self.same_window(other) and all(known_equal(a, b) for a, b in factors)
+
+    def same_window(self, other: Shard) -> bool:
+        """Both cover the same positions of the same grid, whatever their factors."""
+        pairs = (self.length, other.length), (self.size, other.size), (self.start, other.start)
+        return all(known_equal(a, b) for a, b in pairs)
 
     def __str__(self) -> str:
         text = f"shard(dim {self.dim}, {self.length}"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
+
+from .placement import IntLike, Shard, known_equal
 
 TILED = "autosp_tiled"
 
@@ -27,3 +31,25 @@ class Stretch:
     @property
     def last(self) -> fx.Node:
         return self.nodes[-1]
+
+
+def part_of(x: torch.Tensor, shard: Shard, start: IntLike, size: IntLike) -> torch.Tensor:
+    """The local positions ``[start, start + size)`` of ``x``, cut as ``shard`` says with an inner factor of 1.
+
+    Where batch and tokens are one dimension, these are as many rows of each sequence of the batch.
+    """
+    if known_equal(shard.outer, 1):
+        return x.narrow(shard.dim, start, size)
+    return (
+        x.unflatten(shard.dim, (shard.outer, -1)).narrow(shard.dim + 1, start, size).flatten(shard.dim, shard.dim + 1)
+    )
+
+
+def join_parts(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
+    """The local tensor whose parts, as ``part_of`` takes them, are ``parts``."""
+    if len(parts) == 1:
+        return parts[0]
+    if known_equal(shard.outer, 1):
+        return torch.cat(tuple(parts), dim=shard.dim)
+    apart = [part.unflatten(shard.dim, (shard.outer, -1)) for part in parts]
+    return torch.cat(apart, dim=shard.dim + 1).flatten(shard.dim, shard.dim + 1)

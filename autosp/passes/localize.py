@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -27,7 +27,7 @@ from ..layout.infer import CALL, LAYOUT, STRATEGY
 from ..layout.outputs import OutputSpec
 from ..layout.placement import REPLICATE, IntLike, Partial, Placement, Replicate, Shard, known_equal, same_placement
 from ..layout.redistribute import redistribute
-from ..layout.stretch import TILED, Stretch
+from ..layout.stretch import TILED, Stretch, join_parts, part_of
 from ..layout.traced_sizes import make_products_known
 from ..location import user_location
 from ..repeat_keys import Repeated
@@ -96,10 +96,10 @@ class LocalInterpreter(fx.Interpreter):
         return self.repeats.call(run, (local,), what=("call", call, strategy.local, strategy.output))
 
     def _run_tiles(self, stretch: Stretch) -> Local:
-        """Run a stretch a part of the local rows at a time, and join what its last node gives."""
+        """Run a stretch a part of the local positions at a time, and join what its last node gives."""
         last = stretch.last
         layout = last.meta[LAYOUT]
-        rows = self.axis.local_dim(layout)
+        rows = self.axis.block(layout.length)
         if not rows >= 2 * stretch.tiles:  # a guard: short sequences are another program, in one piece
             bounds: list[tuple[IntLike, IntLike]] = [(0, rows)]
         else:
@@ -109,14 +109,14 @@ class LocalInterpreter(fx.Interpreter):
         parts = [self._run_tile(stretch, start, size, index) for index, (start, size) in enumerate(bounds)]
 
         def join(parts: list[torch.Tensor]) -> torch.Tensor:
-            result = parts[0] if len(parts) == 1 else torch.cat(parts, dim=layout.dim)
+            result = join_parts(parts, layout)
             self._check(last, result, layout)
             return result
 
         return self.repeats.call(join, (parts,), what=("join", last.meta["val"], layout))
 
     def _run_tile(self, stretch: Stretch, start: IntLike, size: IntLike, index: int) -> Local:
-        inside: dict[fx.Node, Local] = {}
+        inside: dict[fx.Node, Any] = {}
         for node in stretch.nodes:
             self._current = node
             if stretch.region is not None:
@@ -125,8 +125,12 @@ class LocalInterpreter(fx.Interpreter):
                 inside[node] = self._run_on_tile(node, inside, start, size)
         return inside[stretch.last]
 
-    def _run_on_tile(self, node: fx.Node, inside: dict[fx.Node, Local], start: IntLike, size: IntLike) -> Any:
-        call, strategy = node.meta[CALL], node.meta[STRATEGY]
+    def _run_on_tile(self, node: fx.Node, inside: dict[fx.Node, Any], start: IntLike, size: IntLike) -> Any:
+        if node.target is operator.getitem:
+            source, index = node.args
+            return inside[cast(fx.Node, source)][cast(int, index)]
+        call: OpCall = node.meta[CALL]
+        strategy: Strategy = node.meta[STRATEGY]
         local: dict[str, Any] = {}
         for name, arg in call.args.items():
             needed = strategy.inputs.get(name, REPLICATE)
@@ -135,8 +139,12 @@ class LocalInterpreter(fx.Interpreter):
                 continue
             local[name] = self._local_argument(name, arg, strategy, True)
             if isinstance(needed, Shard):
-                local[name] = self.repeats.call(torch.narrow, (local[name], needed.dim, start, size))
-        return self.repeats.call(call.run, (local,), what=("tile", call))
+                local[name] = self.repeats.call(part_of, (local[name], needed, start, size))
+        function = strategy.local
+        if function is None:
+            return self.repeats.call(call.run, (local,), what=("tile", call))
+        on_part = replace(call, axis=call.axis.part(node.meta[LAYOUT].length, size))
+        return self.repeats.call(lambda local: function(on_part, local), (local,), what=("tile", call, function, size))
 
     def _local_argument(self, name: str, arg: Any, strategy: Strategy, sharded: bool) -> Any:
         needed = strategy.inputs.get(name, REPLICATE)

@@ -39,6 +39,7 @@ def reshape_rule(call: OpCall) -> Strategy:
         inputs={"self": value.shard},
         output=cut,
         local=lambda c, local: local["self"].reshape(c.axis.local_shape(shape, cut)),
+        tileable=True,
     )
 
 
