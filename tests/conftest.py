@@ -24,7 +24,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
         if POOLS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
 

@@ -329,6 +329,26 @@ def test_an_encoder_has_no_last_layer() -> None:
     assert offload._last_layer(graph, place) == 5
 
 
+def test_a_copy_that_nobody_awaits_keeps_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error between its two operators must not free memory that is still written; what is done is let go."""
+    from autosp.custom_ops import host_copy
+
+    monkeypatch.setattr(host_copy, "_running", {})
+    monkeypatch.setattr(host_copy, "_written", {})
+    x = torch.ones(4)
+    address = FROM_HOST(x, x.device).data_ptr()  # its result is dropped at once
+    assert list(host_copy._written) == [address]
+    done = False
+    monkeypatch.setitem(host_copy._running, address, (x.data_ptr(), SimpleNamespace(query=lambda: done)))
+    second = FROM_HOST(x, x.device)
+    assert set(host_copy._written) == {address, second.data_ptr()}
+    done = True
+    third = FROM_HOST(x, x.device)
+    assert set(host_copy._written) == {third.data_ptr()}  # the second's is done too, and is awaited all the same
+    assert torch.equal(FROM_HOST_DONE(second), x) and torch.equal(FROM_HOST_DONE(third), x)
+    assert not host_copy._written
+
+
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     """Memory that is written again at once must not reach the copies, and the device's is given back."""

@@ -87,7 +87,7 @@ def test_every_operator_with_a_rule_is_on_the_page(site: Any) -> None:
         for target, rule in registry._RULES.items()
         if isinstance(target, torch._ops.OpOverload)
         and rule.__module__.startswith("autosp.")
-        and not str(target).startswith("autosp.")
+        and not str(target).startswith(("autosp.", "autosp_test"))  # those that tests of this process registered
     }
     assert len(own) > 60
     missing = sorted(name for name in own if not re.search(rf"`{re.escape(name)}[.`]", page))

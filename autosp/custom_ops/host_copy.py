@@ -21,6 +21,8 @@ _LIBRARY = torch.library.Library("autosp", "FRAGMENT")
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 _running: dict[int, tuple[int, torch.cuda.Event | None]] = {}
 """Copies that nobody waited for yet, by the address of what they write: the address of what they read, their end."""
+_written: dict[int, torch.Tensor] = {}
+"""What those copies write, by its address: a step that ends with an error in between must not give it back before."""
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
@@ -39,6 +41,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
     if not target.numel():
         return
+    _give_up()
     event = None
     if device.type != "cuda":
         _flat(target).copy_(_flat(source))
@@ -50,6 +53,14 @@ def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> N
             event = torch.cuda.Event()
             event.record(stream)
     _running[target.data_ptr()] = source.data_ptr(), event
+    _written[target.data_ptr()] = target
+
+
+def _give_up() -> None:
+    """Let go of what copies wrote that are done, awaited or not."""
+    for address, (_, event) in _running.items():
+        if event is None or event.query():
+            _written.pop(address, None)
 
 
 def _wait(target: torch.Tensor, source: torch.Tensor | None, device: torch.device) -> None:
@@ -61,6 +72,7 @@ def _wait(target: torch.Tensor, source: torch.Tensor | None, device: torch.devic
     """
     if not target.numel():
         return
+    _written.pop(target.data_ptr(), None)
     read, event = _running.pop(target.data_ptr(), (None, None))
     if read is None or source is not None and read != source.data_ptr():
         raise InternalError(
