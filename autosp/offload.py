@@ -13,6 +13,7 @@ leaves the forward as a tensor of the host, and the backward's input of that nam
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from typing import Any, cast
@@ -26,6 +27,8 @@ from .custom_ops.host_copy import FROM_HOST, FROM_HOST_DONE, TO_HOST, TO_HOST_DO
 from .host_copy_order import AHEAD
 from .location import layer_path
 
+log = logging.getLogger("autosp")
+
 SMALLEST = 1 / 64
 """Of the largest saved value: smaller ones stay. Both grow with the length, so that the choice does not."""
 
@@ -34,7 +37,13 @@ class OffloadSaved(CustomPartitionerFn):
     """torch's partitioner, and then what it saved moved to the host."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return partition(gm, joint_inputs, offload=True, **settings)
+        parts = partition(gm, joint_inputs, offload=False, **settings)
+        if not offload_saved(*parts, num_fwd_outputs=settings["num_fwd_outputs"]):
+            log.warning(
+                "activation_offloading has no effect in this graph: nothing of size that its forward makes is saved "
+                "before the last layer"
+            )
+        return parts
 
     def uuid(self) -> bytes:
         """Tells programs apart in torch's caches; `autosp.inner` keeps whole joint graphs out of theirs."""
@@ -103,7 +112,8 @@ def _chosen(forward: fx.GraphModule, num_fwd_outputs: int) -> list[fx.Node]:
         and not _is_under_way(node)
     ]  # fmt: skip
     # Beside a GPU what the host computes is where it would go. A program of the host alone shows what is moved.
-    candidates = [node for node in candidates if node.meta["val"].device.type != "cpu"] or candidates
+    if any(node.meta["val"].device.type != "cpu" for node in saved):
+        candidates = [node for node in candidates if node.meta["val"].device.type != "cpu"]
     if not candidates:
         return []
     sizes = {node: _count(node.meta["val"]) * node.meta["val"].element_size() for node in candidates}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import re
 from collections.abc import Callable
@@ -327,6 +328,17 @@ def test_an_encoder_has_no_last_layer() -> None:
         graph.placeholder(path[-1]).meta["nn_module_stack"] = {"": (path + ".mlp", None)}
     place = {node: number for number, node in enumerate(graph.nodes)}
     assert offload._last_layer(graph, place) == 5
+
+
+def test_a_graph_in_which_nothing_is_moved_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for function, told in ((lambda x, y: x @ y, 1), (chain, 0)):  # inputs alone are saved; results of products are
+        torch._dynamo.reset()
+        caplog.clear()
+        inputs = [torch.randn(8, 8, requires_grad=True) for _ in range(2 if told else 5)]
+        backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=offload.OffloadSaved())
+        with caplog.at_level(logging.WARNING, logger="autosp"):
+            torch.compile(function, backend=backend)(*inputs).sum().backward()
+        assert sum("activation_offloading has no effect" in r.getMessage() for r in caplog.records) == told
 
 
 def test_a_copy_that_nobody_awaits_keeps_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> N
 
 def _give_up() -> None:
     """Let go of what copies wrote that are done, awaited or not."""
-    for address, (_, event) in _running.items():
+    for address, (_, event) in list(_running.items()):  # a backward of another device may add its own
         if event is None or event.query():
             _written.pop(address, None)
 
