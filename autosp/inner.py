@@ -71,6 +71,7 @@ def compile_local(
         kept = keep_attention_and_losses(graph, checkpointed=keeps)
         if keeps and not kept and torch.is_grad_enabled():
             _warn_nothing_kept(graph)
+    name_marked(graph)
     partitioner = fit if fit is not None else OffloadSaved() if config.activation_offloading is True else None
     if partitioner is not None and config.inner_backend == "aot_eager" and compiler is None:
         run = aot_autograd(fw_compiler=boxed_nop, partition_fn=partitioner, keep_inference_input_mutations=True)
@@ -106,6 +107,24 @@ def keep_attention_and_losses(graph: fx.GraphModule, *, checkpointed: bool) -> i
             kept += attends and not own
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return kept
+
+
+def name_marked(graph: fx.GraphModule) -> None:
+    """Have names of nodes say what the partitioner is told of them: kept or computed again, and in which region.
+
+    AOTAutograd's cache tells programs apart by a graph's text, which marks are not in. Dynamo gives checkpointing as an
+    operator with a body; in this package's graphs it is marks alone. A model that was once compiled without
+    checkpointing would be served that program with it, from the disk and in later runs too, and save everything.
+    """
+    for module in graph.modules():
+        if isinstance(module, fx.GraphModule):
+            marked = [node for node in module.graph.nodes if "recompute" in node.meta]
+            # Regions are counted over the process; the partitioner asks which of two came first.
+            regions = sorted({node.meta.get("ac_graph_id", 0) for node in marked})
+            for node in marked:
+                policy, region = node.meta["recompute"], regions.index(node.meta.get("ac_graph_id", 0))
+                node._rename(f"{node.name}_{getattr(policy, 'name', policy)}_{region}".lower())
+            module.recompile()
 
 
 def _warn_nothing_kept(graph: fx.GraphModule) -> None:

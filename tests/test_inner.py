@@ -13,10 +13,11 @@ import toys
 import zoo
 from pool import RankInfo, RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 import autosp
 from autosp.gradient_sums import JoinGradientSums, join_gradient_sums
-from autosp.inner import compile_local
+from autosp.inner import compile_local, name_marked
 from autosp.product_order import KeepProductsInOrder
 
 
@@ -36,13 +37,13 @@ class Operators(TorchDispatchMode):
 
 
 def saved_and_backward(
-    budget: float, checkpoint: bool = False, keeps: str = "nothing", fuse: str = "never"
+    budget: float, checkpoint: bool = False, keeps: str = "nothing", fuse: str = "never", inner: str = "aot_eager"
 ) -> tuple[int, Counter[str]]:
     """Bytes that the forward saves, parameters among them, and the operators of the backward."""
     from autosp.backend import autosp_backend
 
     torch._dynamo.reset()
-    section = {"inner_backend": "aot_eager", "activation_memory_budget": budget, "checkpointing_keeps": keeps}
+    section = {"inner_backend": inner, "activation_memory_budget": budget, "checkpointing_keeps": keeps}
     autosp.initialize({"autosp": {**section, "fuse_linear_cross_entropy": fuse}})
     model = zoo.build("llama", num_hidden_layers=1)
     if checkpoint:
@@ -96,6 +97,40 @@ def test_checkpointing_can_keep_what_attention_gives(fake_ranks: Callable[..., N
     assert (again[attention], kept[attention]) == (1, 0)
     assert again["mm"] == kept["mm"], "the rest is recomputed as before"
     assert least < more
+
+
+@pytest.mark.slow
+def test_no_program_of_another_checkpointing_comes_from_the_cache(fake_ranks: Callable[..., None]):
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
+    fake_ranks(2)
+    ways = [(False, "nothing"), (True, "nothing"), (True, "attention")]
+    with fresh_cache():
+        counters.clear()
+        full, least, more = (saved_and_backward(1.0, *way, inner="inductor")[0] for way in ways)
+        assert least < more < full
+        found = counters["aot_autograd"]
+        assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (3, 0)
+        assert saved_and_backward(1.0, *ways[1], inner="inductor")[0] == least
+        assert found["autograd_cache_hit"] == 1, "the same program comes from there"
+
+
+def test_marks_of_the_partitioner_are_in_the_text_of_a_graph():
+    """AOTAutograd's cache reads nothing else. Regions are counted over a process, and the cache is that of all."""
+
+    def text(policy: Any, first: int, second: int) -> str:
+        graph = torch.fx.symbolic_trace(lambda x: x.sin().cos())
+        for node, region in zip(list(graph.graph.nodes)[1:3], (first, second), strict=True):
+            if policy is not None:
+                node.meta.update(recompute=policy, ac_graph_id=region)
+        name_marked(graph)
+        return graph.code
+
+    policies = [None, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
+    texts = {text(policy, *regions) for policy in policies for regions in [(1, 1), (1, 2), (2, 1)]}
+    assert len(texts) == 1 + 3 * 2
+    assert text(policies[1], 1, 2) == text(policies[1], 5, 9)
 
 
 def backward_of(model: torch.nn.Module, batch: dict[str, Any], **section: Any) -> Counter[str]:

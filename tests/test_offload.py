@@ -452,5 +452,5 @@ def test_the_same_gradients(keeps: str | None) -> None:
 def test_the_same_gradients_on_a_gpu(dtype: torch.dtype, rtol: float, keeps: str | None) -> None:
     """One rank under Inductor; the backward of flash attention adds in no fixed order."""
     kept, less = check_steps("cuda", dtype, keeps, 4096, rtol)
-    if keeps is None:
-        assert less < 0.9 * kept
+    if keeps is None:  # 376 of 1115 MiB in fp32, 215 of 555 in bf16 on an H200
+        assert less < 0.5 * kept
