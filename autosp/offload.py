@@ -80,7 +80,8 @@ def offload_saved(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_
     """Move large values that ``forward`` saves for ``backward`` to the host in between, in place.
 
     Views of inputs and of outputs of the model stay, since their memory does, several views of one value, what a
-    collective still writes, and what the last layer and what follows it save, which the backward needs at once.
+    collective still writes, states of random generators, which are no result of the device, and what the last layer
+    and what follows it save, which the backward needs at once.
 
     Args:
         num_fwd_outputs: how many outputs of the forward are results; the rest is saved.
@@ -109,7 +110,7 @@ def _chosen(forward: fx.GraphModule, num_fwd_outputs: int) -> list[fx.Node]:
         for node, base in zip(saved, bases, strict=True)
         if base.op == "call_function" and base not in results and bases.count(base) == 1
         and _has_hints(node) and _has_hints(base) and _is_whole(node.meta["val"], base.meta["val"])
-        and not _is_under_way(node)
+        and not _is_under_way(node) and not _is_random_state(base)
     ]  # fmt: skip
     # Beside a GPU what the host computes is where it would go. A program of the host alone shows what is moved.
     if any(node.meta["val"].device.type != "cpu" for node in saved):
@@ -216,12 +217,16 @@ def _attached(node: fx.Node) -> fx.Node:
 
 def _last_item(node: fx.Node) -> fx.Node:
     """The last of the items that are taken out of the same result: torch has them side by side, right behind it."""
-    if getattr(node.target, "__name__", "") != "getitem":
+    if _name(node) != "getitem":
         return node
     last = node
     while last.next.args and last.next.target is node.target and last.next.args[0] is node.args[0]:
         last = last.next
     return last
+
+
+def _name(node: Any) -> str:
+    return getattr(node.target, "__name__", "")
 
 
 def _is_tensor(node: Any) -> bool:
@@ -260,6 +265,13 @@ def _is_under_way(node: fx.Node) -> bool:
             return True
         current = _source(current)
     return False
+
+
+def _is_random_state(node: fx.Node) -> bool:
+    """Saved where checkpointing runs an operator again that draws, or that may: attention, with dropout or not."""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    return _name(node.args[0]) == "run_and_save_rng_state"
 
 
 def _is_whole(value: torch.Tensor, source: torch.Tensor) -> bool:

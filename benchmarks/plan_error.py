@@ -5,8 +5,10 @@
 Each case is planned with the command itself, without the GPU, while ranks of its own measure it: forward and backward
 in bf16, batch 1, no optimizer, Inductor; the peak of the second and third step, the largest of the ranks
 (``torch.cuda.max_memory_allocated``). Models have 8 layers, about a billion parameters: compiling takes most of the
-time. Cases of more GPUs than there are here are left out and said so. ``--device cpu`` runs tiny models, to see that
-all of it works: a CPU counts no memory, so nothing is measured there.
+time. Cases of more GPUs than there are here are left out and said so; ``--one-rank`` measures the last rank of each by
+itself, in torch's "fake" process group, which takes part in collectives without a peer: memory is that of the rank, the
+loss means nothing. ``--device cpu`` runs tiny models, to see that all of it works: a CPU counts no memory, so nothing
+is measured there.
 """
 
 from __future__ import annotations
@@ -132,9 +134,11 @@ def run_case(name: str, tokens: int, given: argparse.Namespace) -> Row:
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         told = {**asdict(case), "config": str(config), "result": str(result), "tokens": tokens}
+        told["one_rank"] = given.one_rank and case.gpus > 1
         settings = Path(folder, "settings.json")
         settings.write_text(json.dumps({**told, "device": given.device, "inner_backend": given.inner_backend}))
-        failures, number = launch.run_ranks("benchmarks.plan_error", str(settings), nproc=case.gpus, debug=given.debug)
+        nproc = 1 if given.one_rank else case.gpus
+        failures, number = launch.run_ranks("benchmarks.plan_error", str(settings), nproc=nproc, debug=given.debug)
         row.seconds = time.perf_counter() - begin
         take_plan(row, planning, begin)
         if number is not None:
@@ -181,6 +185,11 @@ def measure(told: dict[str, Any]) -> dict[str, Any]:
     model = example.model.to(torch.bfloat16)
     if told["checkpoint"]:
         model.gradient_checkpointing_enable()
+    if told["one_rank"]:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        ranks = told["sp"] * told["tp"]
+        dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
     section = {"inner_backend": told["inner_backend"], **(FUSED if told["fused"] else {})}
     if told["sp"] * told["tp"] > 1:
         section["verify"] = "compile"
@@ -226,6 +235,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--length", default="", help="tokens; default: 16k (64 on a CPU)")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--inner-backend", default="", help="default: inductor (eager on a CPU)")
+    parser.add_argument("--one-rank", action="store_true", help="one rank of each case, without the others")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", default="")
     parser.add_argument("--debug", action="store_true", help="show what the ranks' launcher says")
@@ -241,14 +251,14 @@ def main(arguments: list[str]) -> int:
     here = 2 if on_cpu else torch.cuda.device_count()
     rows = []
     for name in given.case or CASES:
-        if CASES[name].gpus > here:
+        if CASES[name].gpus > here and not given.one_rank:
             print(f"left out: {name}: {CASES[name].gpus} GPUs are needed, torch sees {here}", file=sys.stderr)
             continue
         print(f"{name} ...", file=sys.stderr, flush=True)
         rows.append(run_case(name, tokens, given))
         print(f"  {rows[-1].seconds:.0f} s, planned in {rows[-1].plan_seconds:.0f} s", file=sys.stderr, flush=True)
         if given.json:
-            about = {key: getattr(given, key) for key in ("device", "layers", "inner_backend")}
+            about = {key: getattr(given, key) for key in ("device", "layers", "inner_backend", "one_rank")}
             content = [{**asdict(row), "error_percent": row.error_percent} for row in rows]
             Path(given.json).write_text(json.dumps({"settings": about, "rows": content}, indent=1) + "\n")
     if given.json and rows:

@@ -313,6 +313,19 @@ def test_what_a_collective_still_writes_stays(fake_ranks: Callable[..., None]) -
     assert chosen(make) == ["wait_tensor_default"]
 
 
+def test_states_of_random_generators_stay() -> None:
+    """Checkpointing saves one for each operator that draws, or that may: it is no result of the device."""
+    draws = torch._prims.rng_prims.run_and_save_rng_state
+
+    def make(call: Any, given: Any) -> list[fx.Node]:
+        drawn = call(draws, aten.rand_like.default, given("x", "cpu"))
+        state = call(operator.getitem, drawn, 0)
+        assert state.meta["val"].dtype == torch.uint8
+        return [call(operator.getitem, drawn, 1), state]
+
+    assert chosen(make) == ["getitem_1"]
+
+
 def test_what_the_host_computes_stays_beside_a_gpu() -> None:
     def make(call: Any, given: Any) -> list[fx.Node]:
         return [call(aten.sin.default, given("x", "cuda")), call(aten.cos.default, given("y", "cpu"))]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autosp.cli import launch
 
@@ -61,6 +62,10 @@ def test_the_error_is_relative_to_what_was_measured(
     assert [one["nproc"] for one in asked] == [1, 1, 2, 1]
     assert asked[3]["model"]["model_type"] == "qwen3" and asked[0]["model"]["use_cache"] is False
     assert script.main(["--device", "cpu", "--case", "qwen3"]) == 0
+    asked.clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert script.main(["--one-rank", "--case", "llama, sp 2", "--case", "qwen3"]) == 0
+    assert [(one["nproc"], one["sp"], one["one_rank"]) for one in asked] == [(1, 2, True), (1, 1, False)]
 
 
 def test_every_case_is_planned_as_it_is_measured(script: Any) -> None:
@@ -89,5 +94,8 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = {row["case"]: row for row in json.loads(file.read_text())["rows"]}
     assert list(rows) == names and all(row["planned"] > 0 and row["measured"] is None for row in rows.values())
+    alone = [sys.executable, "-m", "benchmarks.plan_error", "--device", "cpu", "--one-rank", "--case", "llama, tp 2"]
+    done = subprocess.run(alone, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "| llama, tp 2 | 64 | 2 |" in done.stdout, done.stderr
     # the same model and batch, shared or not: nothing but rounding is between them
     assert rows["llama, sp 2"]["loss"] == pytest.approx(rows["llama, tp 2"]["loss"], rel=1e-2)
