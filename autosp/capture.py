@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .errors import UnsupportedGraphError
 from .flex_capture import emit_flex_attention
 from .function_capture import emit_autograd_function
+from .function_results import results_used
 from .location import user_location
 from .repeats import RepeatInterpreter, Repeats
 from .vmap_capture import vmap_regions
@@ -70,6 +71,7 @@ class _CaptureInterpreter(RepeatInterpreter):
         self._made: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        self._running = n
         region = self._regions.get(n)
         if region is None:
             return super().run_node(n)
@@ -83,7 +85,8 @@ class _CaptureInterpreter(RepeatInterpreter):
         if target is torch.ops.higher_order.flex_attention:
             return emit_flex_attention(self.repeats.tensors(args), user_location(self._current()))
         if target is torch.ops.higher_order.autograd_function_apply:
-            return emit_autograd_function(self.repeats.tensors(args), kwargs, user_location(self._current()))
+            given, location = self.repeats.tensors(args), user_location(self._current())
+            return emit_autograd_function(given, kwargs, results_used(self._running), location)
         if isinstance(target, torch._ops.HigherOrderOperator):
             self._refuse_higher_order(target)
         return super().call_function(target, args, kwargs)

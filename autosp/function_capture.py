@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from .custom_ops.autograd_function import Bodies, remember
 from .errors import UnsupportedGraphError
+from .function_results import without_intermediates
 from .layout.attention.kernels import find_kernel
 from .layout.call import bind_arguments
 from .layout.elementwise import is_elementwise
@@ -40,18 +41,20 @@ _KEEPS_HEADS = frozenset(
 _CASTS = frozenset(("aten::to", "aten::_to_copy"))
 
 
-def emit_autograd_function(args: Sequence[Any], kwargs: dict[str, Any], location: str) -> Any:
+def emit_autograd_function(args: Sequence[Any], kwargs: dict[str, Any], used: set[int] | None, location: str) -> Any:
     """Run ``autosp::autograd_function`` in place of the higher-order operator, under the trace at hand.
 
     Args:
         args: the forward body, the backward body and the arguments, as ``autograd_function_apply`` takes them.
         kwargs: its settings.
+        used: which of its results somebody takes; None for all. Of others there may be None.
         location: the line of the model, for messages.
 
     Raises:
         UnsupportedGraphError: a function that writes its inputs, or returns what is no tensor.
     """
     forward, backward, *given = args
+    forward, backward, kwargs, left = without_intermediates(forward, backward, kwargs, used)
     is_tensor = tuple(isinstance(x, Tensor) for x in given)
     tensors = [x for x in given if isinstance(x, Tensor)]
     numbers = [x for x in given if not isinstance(x, Tensor)]
@@ -74,7 +77,10 @@ def emit_autograd_function(args: Sequence[Any], kwargs: dict[str, Any], location
     bodies = Bodies(forward, backward, dict(kwargs), is_tensor, isinstance(results, Tensor))
     use = json.dumps(_describe(forward, backward, given, listed, list(saved)))
     found = torch.ops.autosp.autograd_function(tensors, numbers, remember(bodies), use)
-    return found[0] if bodies.single else tuple(found)
+    if bodies.single:
+        return found[0]
+    made = iter(found)
+    return tuple(next(made) if is_left else None for is_left in left)
 
 
 def _describe(

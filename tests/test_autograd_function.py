@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from autosp.errors import UnsupportedGraphError
 from autosp.function_capture import emit_autograd_function
+from autosp.function_results import results_used, without_intermediates
 
 
 class ScaledGelu(torch.autograd.Function):
@@ -371,13 +373,39 @@ def test_what_is_not_known_is_refused(ranks: RankPool):
 def test_what_no_operator_can_say_is_refused(result: Callable[..., Any], settings: dict[str, Any], reason: str):
     forward = torch.fx.symbolic_trace(result)
     with pytest.raises(UnsupportedGraphError, match=reason) as refused:
-        emit_autograd_function([forward, forward, torch.ones(3)], settings, "model.py:7")
+        emit_autograd_function([forward, forward, torch.ones(3)], settings, None, "model.py:7")
     assert "custom_op" in refused.value.remedy and refused.value.location == "model.py:7"
+
+
+def test_results_that_nobody_takes_are_left_out():
+    """torch 2.11 has all that a forward computes among its results; its backward reads gradients of few of them."""
+    forward = torch.fx.symbolic_trace(lambda x: ((x.sin(), x, 3, x.cos()), (x,)))
+    backward = torch.fx.symbolic_trace(lambda first, second, number, last, saved: first * saved + last)
+    settings = {"non_differentiable_idx": [1, 3], "saved_for_backward_idx": [0]}
+    assert without_intermediates(forward, backward, settings, None)[0] is forward
+    one, other, kept, left = without_intermediates(forward, backward, settings, {0})
+    assert left == [True, False, False, True], "the gradient of the last one is read"
+    assert kept == {"non_differentiable_idx": [1], "saved_for_backward_idx": [0]}
+    x, gradient = torch.randn(3), torch.randn(3)
+    (sine, cosine), (saved,) = one(x)
+    assert torch.equal(sine, x.sin()) and torch.equal(cosine, x.cos()) and saved is x
+    assert torch.equal(other(gradient, gradient, x), gradient * x + gradient)
+    assert len(forward(x)[0]) == 4, "the bodies given stay"
+
+
+def test_results_count_as_used_where_somebody_reads_them():
+    graph = torch.fx.Graph()
+    call = graph.call_function(torch.unbind, (graph.placeholder("x"),))
+    read, _ = (graph.call_function(operator.getitem, (call, index)) for index in (2, 0))
+    graph.output(read)
+    assert results_used(call) == {2}
+    graph.call_function(torch.stack, (call,))
+    assert results_used(call) is None
 
 
 def test_a_number_that_changes_is_refused_with_what_to_pass_in_its_place():
     """The strength of a gradient reversal follows a schedule: from its second value on it is no constant."""
     forward = torch.fx.symbolic_trace(lambda x, strength: (x * strength, ()))
     with pytest.raises(UnsupportedGraphError, match="changes from call to call") as refused:
-        emit_autograd_function([forward, forward, torch.ones(3), 0.5], {}, "model.py:7")
+        emit_autograd_function([forward, forward, torch.ones(3), 0.5], {}, None, "model.py:7")
     assert "as a tensor" in refused.value.remedy and refused.value.location == "model.py:7"
