@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ from .function_results import results_used
 from .location import user_location
 from .repeats import RepeatInterpreter, Repeats
 from .vmap_capture import vmap_regions
+
+log = logging.getLogger("autosp")
 
 _checkpoint_ids = itertools.count(1)
 
@@ -119,6 +122,15 @@ class _CaptureInterpreter(RepeatInterpreter):
         )
 
 
+def _warn_of_context_fn(gm: fx.GraphModule) -> None:
+    """Selective checkpointing names torch's operators below autograd, which a captured graph does not have yet."""
+    if any("_checkpoint_context_fn" in getattr(module, "meta", {}) for module in gm.modules()):
+        log.warning(
+            "checkpointing with a context_fn: what it would keep is computed again with the rest of the region, which "
+            'gives the same values and takes longer; "checkpointing_keeps": "attention" keeps what attention gives'
+        )
+
+
 def capture_graph(
     gm: fx.GraphModule,
     fakes: Sequence[Any],
@@ -143,6 +155,7 @@ def capture_graph(
         UnsupportedGraphError: a higher-order operator without a rule, or a value that tracing would bake into the
             graph.
     """
+    _warn_of_context_fn(gm)
     traced = _trace(lambda repeats: _CaptureInterpreter(gm, repeats), fakes, fake_mode, {}, share)
     tried: set[Any] = set()
     while True:

@@ -13,7 +13,7 @@ import toys
 import zoo
 from pool import RankInfo, RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autosp
 from autosp.gradient_sums import JoinGradientSums, join_gradient_sums
@@ -97,6 +97,29 @@ def test_checkpointing_can_keep_what_attention_gives(fake_ranks: Callable[..., N
     assert (again[attention], kept[attention]) == (1, 0)
     assert again["mm"] == kept["mm"], "the rest is recomputed as before"
     assert least < more
+
+
+def keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_products() -> Any:
+    return create_selective_checkpoint_contexts(keeps_products)
+
+
+@pytest.mark.parametrize("selective", [True, False])
+def test_selective_checkpointing_is_told_that_all_is_computed_again(
+    selective: bool, fake_ranks: Callable[..., None], caplog: pytest.LogCaptureFixture
+):
+    class Region(toys.Toy):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            more = {"context_fn": keep_products} if selective else {}
+            return checkpoint(super().forward, input_ids, labels, use_reentrant=False, **more)
+
+    fake_ranks(2)
+    found = backward_of(Region(vocab=zoo.VOCAB), zoo.batch(16))
+    assert found["mm"] > 0
+    assert sum("context_fn" in record.getMessage() for record in caplog.records) == selective
 
 
 @pytest.mark.slow
