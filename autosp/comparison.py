@@ -67,12 +67,9 @@ class Comparison:
         self.loss_error = _worse(self.loss_error, relative_error(loss, self._losses[step]))
         found, expected = _gradients(model, clone=False), self._gradients[step]
         self.missing = sorted({*self.missing, *(set(found) ^ set(expected))})
-        floor, rounding = _floor(expected), _rounding_step(expected)
+        floor = _floor(expected)
         for name in sorted(set(found) & set(expected)):
-            least = floor
-            if _largest(expected[name]) < rounding:
-                least = max(floor, rounding / _FULL_PRECISION)
-            error = self._gradient_error(name, found[name], expected[name], least)
+            error = self._gradient_error(name, found[name], expected[name], floor)
             is_number = self.gradient_error == self.gradient_error
             if not self.worst or (is_number and not error <= self.gradient_error):
                 self.worst, self.gradient_error = name, error
@@ -89,7 +86,8 @@ class Comparison:
             return relative_error(found, expected, floor)
         if rows.shape != found.shape:
             return float("inf")
-        return relative_error(found, rows, max(floor, _largest(expected)))
+        largest = expected.abs().nan_to_num(posinf=0.0).max().item() if expected.numel() else 0.0
+        return relative_error(found, rows, max(floor, largest))
 
     def fill(self, result: Any) -> None:
         """Write what was found into a `autosp.checking.CheckResult`."""
@@ -126,20 +124,6 @@ def _floor(gradients: Mapping[str, torch.Tensor]) -> float:
     return max(
         (step[g.dtype] * g.abs().nan_to_num().max().item() for g in gradients.values() if g.numel()), default=0.0
     )
-
-
-def _rounding_step(gradients: Mapping[str, torch.Tensor]) -> float:
-    """One rounding step of the model's largest gradient in fp32: a gradient below it is rounding and nothing else, on
-    both sides, and how much of it there is depends on the device. It may be wrong by one such step. 0 with other
-    dtypes, whose steps are as large as gradients that mean something."""
-    casts = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-    if casts or any(g.dtype != torch.float32 for g in gradients.values()):
-        return 0.0
-    return torch.finfo(torch.float32).eps * max(map(_largest, gradients.values()), default=0.0)
-
-
-def _largest(value: torch.Tensor) -> float:
-    return value.abs().nan_to_num(posinf=0.0).max().item() if value.numel() else 0.0
 
 
 def _logits(out: Any) -> torch.Tensor | None:

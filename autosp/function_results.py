@@ -41,8 +41,8 @@ def without_intermediates(
     if used is not None and count > 1:
         gradients = list(backward.graph.find_nodes(op="placeholder"))[:count]
         left = [i in used or bool(gradient.users) for i, gradient in enumerate(gradients)]
-    if all(left):
-        return forward, backward, settings, left
+    if all(left) or not any(left):  # a call that nobody reads stays as it is
+        return forward, backward, settings, [True] * count
     forward, backward = (fx.GraphModule(body, copy.deepcopy(body.graph)) for body in (forward, backward))
     results, saved = cast(Any, forward.graph.output_node().args[0])
     forward.graph.output_node().args = ((tuple(itertools.compress(results, left)), saved),)

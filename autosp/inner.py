@@ -124,7 +124,8 @@ def name_marked(graph: fx.GraphModule) -> None:
             for node in marked:
                 policy, region = node.meta["recompute"], regions.index(node.meta.get("ac_graph_id", 0))
                 node._rename(f"{node.name}_{getattr(policy, 'name', policy)}_{region}".lower())
-            module.recompile()
+            if marked:
+                module.recompile()
 
 
 def _warn_nothing_kept(graph: fx.GraphModule) -> None:
