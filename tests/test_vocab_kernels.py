@@ -32,7 +32,7 @@ def test_kernel_cases() -> None:
 
 
 def test_the_losses_on_kernels() -> None:
-    run_interpreted(str(FOLDER / "test_vocab_losses.py"), timeout=300)
+    run_interpreted(*(str(FOLDER / name) for name in ("test_vocab_losses.py", "test_vocab_loss_edges.py")), timeout=300)
 
 
 @pytest.mark.slow

@@ -39,21 +39,21 @@ def check_model(spec: str | None) -> None:
         return
     path = Path(spec)
     if not path.exists():
-        raise InputError(f"--model {spec}: there is no such path; give a folder, a config.json or a .gguf file")
+        raise InputError(f"model {spec}: there is no such path; give a folder, a config.json or a .gguf file")
     if path.is_dir():
         if (path / "run.json").exists():
-            raise InputError(f"--model {spec} is a run folder: give one of its checkpoint-N folders, or use --resume")
+            raise InputError(f"model {spec} is a run folder: give one of its checkpoint-N folders, or use --resume")
         if not (path / "config.json").exists():
-            raise InputError(f"--model {spec}: the folder has no config.json")
+            raise InputError(f"model {spec}: the folder has no config.json")
         if not any(next(path.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
             raise InputError(
-                f"--model {spec}: the folder has no weights; to start from random ones, give its config.json"
+                f"model {spec}: the folder has no weights; to start from random ones, give its config.json"
             )
     elif path.suffix == ".gguf":
         if importlib.util.find_spec("gguf") is None:
-            raise InputError(f"--model {spec}: reading GGUF needs the package gguf; run pip install gguf")
+            raise InputError(f"model {spec}: reading GGUF needs the package gguf; run pip install gguf")
     elif path.suffix != ".json":
-        raise InputError(f"--model {spec}: give a folder, a config.json or a .gguf file")
+        raise InputError(f"model {spec}: give a folder, a config.json or a .gguf file")
 
 
 def load_model(spec: str | None) -> Any:
@@ -89,7 +89,7 @@ def _read_model(spec: str) -> Any:
         else:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InputError(f"--model {spec}: transformers cannot read it: {' '.join(str(error).split())}") from error
+        raise InputError(f"model {spec}: transformers cannot read it: {' '.join(str(error).split())}") from error
     return model
 
 
@@ -122,12 +122,12 @@ def load_tokenizer(spec: str | None, model_config: Any) -> Tokenizer:
     if tokenizer is not None:
         if len(tokenizer) > vocab:
             raise InputError(
-                f"--model {spec}: its tokenizer has {len(tokenizer)} tokens, the model's vocabulary is {vocab}"
+                f"model {spec}: its tokenizer has {len(tokenizer)} tokens, the model's vocabulary is {vocab}"
             )
         return PretrainedTokenizer(tokenizer=tokenizer, vocab_size=vocab, name=type(tokenizer).__name__)
     if vocab < BYTES:
         raise InputError(
-            f"--model {spec}: it has no tokenizer, and its vocabulary of {vocab} cannot hold the 256 bytes"
+            f"model {spec}: it has no tokenizer, and its vocabulary of {vocab} cannot hold the 256 bytes"
         )
     end = model_config.get_text_config().eos_token_id
     return ByteTokenizer(vocab_size=vocab, end_id=end if isinstance(end, int) and BYTES <= end < vocab else None)
@@ -143,7 +143,7 @@ def _pretrained(path: Path) -> Any:
         if any((folder / name).exists() for name in _TOKENIZER_FILES):
             return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InputError(f"--model {path}: its tokenizer cannot be read: {' '.join(str(error).split())}") from error
+        raise InputError(f"model {path}: its tokenizer cannot be read: {' '.join(str(error).split())}") from error
     return None
 
 
