@@ -126,9 +126,7 @@ def load_tokenizer(spec: str | None, model_config: Any) -> Tokenizer:
             )
         return PretrainedTokenizer(tokenizer=tokenizer, vocab_size=vocab, name=type(tokenizer).__name__)
     if vocab < BYTES:
-        raise InputError(
-            f"model {spec}: it has no tokenizer, and its vocabulary of {vocab} cannot hold the 256 bytes"
-        )
+        raise InputError(f"model {spec}: it has no tokenizer, and its vocabulary of {vocab} cannot hold the 256 bytes")
     end = model_config.get_text_config().eos_token_id
     return ByteTokenizer(vocab_size=vocab, end_id=end if isinstance(end, int) and BYTES <= end < vocab else None)
 
