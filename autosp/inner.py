@@ -19,6 +19,7 @@ from torch import fx
 from torch._dynamo import lookup_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -195,6 +196,10 @@ def _inductor_settings(
     back take their places last.
     """
     settings: dict[str, Any] = {} if partitioner is None else {"custom_partitioner_fn": partitioner}
+    if inductor_config.cpp.simdlen is None and all(x.is_cpu for x in examples if isinstance(x, torch.Tensor)):
+        # torch's caches do not say for which vectors a program was written: one for 512 bits that a machine with 256
+        # finds there gives wrong numbers (tried with torch 2.13). The width that torch takes is in their keys if said.
+        settings["cpp.simdlen"] = pick_vec_isa().bit_width()
     if frees_at_once(examples):
         settings["allow_buffer_reuse"] = False
     last_pass = inductor_config.post_grad_custom_post_pass

@@ -10,6 +10,7 @@ import parity
 import pytest
 import tool_models
 import torch
+import toys
 from pool import RankInfo, RankPool
 
 import autosp
@@ -211,3 +212,28 @@ def test_a_gradient_on_one_side_only_is_a_mismatch() -> None:
     result: Any = Result()
     comparison.fill(result)
     assert result.missing == ["bias"] and not result.ok
+
+
+class Shifted(torch.nn.Module):
+    """A softmax does not see ``shift``, so its gradient is rounding and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.shift = torch.nn.Parameter(torch.randn(9)), torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> toys.Out:
+        weights = torch.softmax(x * self.scale + self.shift, -1)
+        return toys.Out((weights * x).sum(), x)
+
+
+def test_what_is_rounding_is_told_from_what_is_small():
+    """By double precision, and without a trace in what the caller holds."""
+    model, x = Shifted(), torch.randn(3, 9, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    model(x).loss.backward()
+    # How much of it is left in fp32 depends on the CPU: here as much as a sum of ones of either sign leaves.
+    expected, before = {"scale": model.scale.grad.clone(), "shift": torch.tensor([1e-7])}, x.grad.clone()
+    model.zero_grad()
+    told = [parity.is_rounding(model, {"x": x}, lambda out: out.loss, name, expected) for name in ("shift", "scale")]
+    assert told == [True, False]
+    assert torch.equal(x.grad, before) and all(p.grad is None for p in model.parameters())

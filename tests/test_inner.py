@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import parity
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import toys
 import zoo
 from pool import RankInfo, RankPool
@@ -341,3 +343,20 @@ def test_products_keep_their_order_where_there_are_parts(tiles: Any, ordered: bo
     monkeypatch.setattr("autosp.inner.lookup_backend", lambda name: lambda *args, **kwargs: seen.update(kwargs))
     compile_local(torch.fx.GraphModule({}, torch.fx.Graph()), [], autosp.AutoSPConfig(token_tiles=tiles))
     assert isinstance(seen["config_patches"]["post_grad_custom_post_pass"], KeepProductsInOrder) is ordered
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of instruction sets of x86")
+@pytest.mark.parametrize(("capability", "width"), [("avx2", 256), ("default", 0)])
+def test_programs_of_a_cpu_say_how_wide_their_vectors_are(capability: str, width: int, monkeypatch: pytest.MonkeyPatch):
+    """torch's caches tell settings apart, and not the instruction sets that programs were written for."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr("autosp.inner.lookup_backend", lambda name: lambda *args, **kwargs: seen.update(kwargs))
+    program = torch.fx.GraphModule({}, torch.fx.Graph())
+    compile_local(program, [torch.ones(1)], autosp.AutoSPConfig())
+    assert seen["config_patches"]["cpp.simdlen"] == width
+    compile_local(program, [torch.ones(1, device="meta")], autosp.AutoSPConfig())
+    assert "cpp.simdlen" not in seen["config_patches"]
+    with inductor_config.patch("cpp.simdlen", 128):
+        compile_local(program, [torch.ones(1)], autosp.AutoSPConfig())
+    assert "cpp.simdlen" not in seen["config_patches"]
