@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -16,6 +17,7 @@ POOLS = {"ranks", "fresh_ranks"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(100_000, 20, 100)  # see pool_worker.main
     if os.environ.get("AUTOSP_TEST_REPEATS"):
         import repeats_check
 

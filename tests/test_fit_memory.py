@@ -65,12 +65,16 @@ def chosen(mib: float, **settings: Any) -> Choices:
     return choices
 
 
-def test_the_largest_budget_that_fits_is_taken(fake_ranks: Callable[..., None]) -> None:
+def test_the_largest_budget_that_fits_is_taken(
+    fake_ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_ranks(2)
     ((full, most),) = chosen(1e6).found
     assert full == 1.0
     ((tight, less),) = chosen(0.98 * most / 2**20).found
     assert tight < 1.0 and less < 0.98 * most
+    # Where nothing fits all are tried: three of the eight will do.
+    monkeypatch.setattr("autosp.fit_memory.BUDGETS", (1.0, tight, 0.0))
     nothing = chosen(0.01, token_tiles="auto")
     assert nothing.too_large == 1 and nothing.warned == 1  # without tiles; then with, which is taken though too large
     assert nothing.found
