@@ -115,7 +115,10 @@ def _connected(start: fx.Node, wide: set[fx.Node]) -> set[fx.Node]:
 
 
 def _width(node: fx.Node) -> int | None:
-    """Elements a token, when that is a number."""
+    """Elements a token, at the sizes of the compilation: a batch that is open cancels where two are compared.
+
+    Read without a guard, since it decides what pays and not what is right. None where a size is not known yet.
+    """
     value, shard = node.meta["val"], node.meta[LAYOUT]
     if isinstance(value, torch.Tensor):
         value, shard = [value], [shard]
@@ -123,9 +126,10 @@ def _width(node: fx.Node) -> int | None:
     for part, cut in zip(value, shard, strict=True):
         sizes = [size for dim, size in enumerate(part.shape) if dim != cut.dim]
         elements = product([*sizes, cut.outer, cut.inner])
-        if not isinstance(elements, int):
+        known = elements.node.hint if isinstance(elements, torch.SymInt) else elements
+        if known is None:
             return None
-        width += elements
+        width += int(known)
     return width
 
 
