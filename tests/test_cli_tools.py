@@ -80,6 +80,14 @@ def test_patterns_of_labels_and_masks() -> None:
     assert made("all", "ones")["attention_mask"].all()
 
 
+def test_a_model_in_double_precision_gets_its_inputs_so() -> None:
+    inputs = {"inputs_embeds": torch.ones(2, 4, 1), "labels": torch.zeros(2, 4, dtype=torch.long), "use_cache": False}
+    models = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).double()
+    kinds = [_batch(dict(inputs), "all", "none", model) for model in models]
+    assert [kind["inputs_embeds"].dtype for kind in kinds] == [torch.float32, torch.float64]
+    assert all(kind["labels"].dtype == torch.long and kind["use_cache"] is False for kind in kinds)
+
+
 ROW = {
     "mesh": "dp 1 x sp 2", "tokens": 8, "labels": "all", "mask": "none", "loss": 1.0, "loss_error": 0.0,
     "worst_gradient": "w", "gradient_error": 0.0, "output_error": 0.0, "compilations": 1, "seconds": 1.0,
@@ -92,6 +100,7 @@ ROW = {
     [
         ({}, 0, "1 of 1 cases agree"),
         ({"verdict": "MISMATCH", "missing": ["bias"]}, 1, "gradients on one side only: bias"),
+        ({"verdict": "MISMATCH"}, 1, "--dtype fp64 tells"),
         ({"verdict": "refused", "refused": "aten.cumsum: no"}, 1, "refused: aten.cumsum: no"),
     ],
 )
@@ -109,8 +118,12 @@ def test_verdicts_and_exit_codes(
     monkeypatch.setattr(launch, "run_ranks", ranks)
     assert run("check", "tool_models:good", "--lengths", "8,9") == code
     printed = capsys.readouterr().out
+    printed = " ".join(printed.split())
     assert said in printed and "compared in evaluation mode" in printed and "\x1b[" not in printed
+    assert ("--dtype fp64" in printed) is (change.get("verdict") == "MISMATCH")
     assert asked[0].lengths == [8, 9] and asked[0].configs == [{"sequence_parallel_size": 2}]
+    assert run("check", "tool_models:good", "--dtype", "fp64") == code
+    assert "--dtype fp64" not in capsys.readouterr().out and asked[-1].dtype == "fp64"
     assert run("check", "tool_models:good", "--json") == code
     assert json.loads(capsys.readouterr().out)["rows"][0]["verdict"] == {**ROW, **change}["verdict"]
 
@@ -306,8 +319,9 @@ def test_the_table_of_a_failed_row() -> None:
 @pytest.mark.slow
 def test_check_finds_a_wrong_rule_and_tells_of_a_refusal(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "COLUMNS": "200"}
-    for name, code in (("good", 0), ("wrong", 1), ("refused", 1)):
+    for name, dtype, code in (("good", "fp32", 0), ("good", "fp64", 0), ("wrong", "fp64", 1), ("refused", "fp32", 1)):
         arguments = ["--lengths", "8", "--masks", "none", "--labels", "all", "--inner-backend", "eager", "--json"]
+        arguments += ["--dtype", dtype]
         done = subprocess.run(
             [sys.executable, "-m", "autosp.cli.main", "check", f"tool_models:{name}", *arguments],
             capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path,
@@ -315,6 +329,8 @@ def test_check_finds_a_wrong_rule_and_tells_of_a_refusal(tmp_path: Path) -> None
         assert done.returncode == code, done.stderr
         (row,) = json.loads(done.stdout)["rows"]
         assert row["verdict"] == {"good": "ok", "wrong": "MISMATCH", "refused": "refused"}[name]
+        if (name, dtype) == ("good", "fp64"):
+            assert 0 < max(row["loss_error"], row["gradient_error"], row["output_error"]) < 1e-12
 
 
 @pytest.mark.processes

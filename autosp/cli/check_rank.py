@@ -65,6 +65,7 @@ def run(settings: CheckSettings, speaks: Silent) -> list[dict[str, Any]]:
         with speaks.stage(f"Making the model for {mesh}"):
             example = load_example(settings.model, layers=settings.layers, rows=settings.rows)
             model = example.model.to(torch.device(settings.device, int(os.environ.get("LOCAL_RANK", 0))))
+            model = model.double() if settings.dtype == "fp64" else model
             if not settings.masks_asked and settings.masks != ["none"] and not _takes_mask(model):
                 settings.masks = ["none"]
                 speaks.line("its forward names no attention_mask: cases with masks are left out, but for --masks")
@@ -121,8 +122,14 @@ def _batch(batch: dict[str, Any], labels: str, mask: str, model: Any) -> dict[st
         batch["attention_mask"] = attention
         if isinstance(target, torch.Tensor):
             target[attention == 0] = -100
-    device = next(model.parameters()).device
-    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    weight = next(model.parameters())
+    wide = weight.dtype == torch.float64
+    return {
+        k: v.to(weight.device, torch.float64 if wide and v.is_floating_point() else None)
+        if isinstance(v, torch.Tensor)
+        else v
+        for k, v in batch.items()
+    }
 
 
 if __name__ == "__main__":
