@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -142,7 +142,7 @@ class AutoSPConfig(BaseModel):
     """Move saved activations to the host in the forward and back in the backward, on a stream of their own (CUDA).
     "auto": where the budget "auto" finds none that fits."""
 
-    step_memory_gib: float | None = Field(default=None, gt=0)
+    step_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """What "auto" may spend on activations, gradients and temporaries of a step. None: what the device has free when
     the step is compiled, less a twentieth of it and AdamW's states."""
 
@@ -277,7 +277,8 @@ def _read_options(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _check_option_names(options: Mapping[str, Any], place: str) -> None:
     unknown = sorted(str(name) for name in options if name not in OPTION_NAMES)
     if unknown:
-        raise ConfigError(f"unknown {_listing(unknown)} in {place}; valid settings: {', '.join(OPTION_NAMES)}")
+        hints = _did_you_mean(unknown, OPTION_NAMES)
+        raise ConfigError(f"unknown {_listing(unknown)} in {place}{hints}; valid settings: {', '.join(OPTION_NAMES)}")
 
 
 def _read_compile(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,9 +326,16 @@ def _note_ignored_keys(tree: Mapping[str, Any]) -> None:
     unknown = sorted(str(key) for key in tree if key not in _DEEPSPEED_KEYS and key not in _READ_KEYS)
     if not unknown:
         return
-    hints = [f"{key} (did you mean {near[0]}?)" for key in unknown if (near := get_close_matches(key, _READ_KEYS, n=1))]
-    hint = f"; {'; '.join(hints)}" if hints else f'; settings of autosp belong in the section "{SECTION}"'
+    hint = _did_you_mean(unknown, _READ_KEYS) or f'; settings of autosp belong in the section "{SECTION}"'
     warnings.warn(f"unknown top-level settings are ignored: {', '.join(unknown)}{hint}", stacklevel=4)
+
+
+def _did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """``; a (did you mean b?)`` for the names that are near to one that is known; empty for none."""
+    names = list(known)
+    return "".join(
+        f"; {key} (did you mean {near[0]}?)" for key in unknown if (near := get_close_matches(key, names, n=1))
+    )
 
 
 def _fill_sizes(dp: int | None, sp: int | None, tp: int, world_size: int) -> tuple[int, int, int]:

@@ -30,7 +30,7 @@ class StepTooLarge(Exception):
     """Not even the smallest budget fits; there may be other ways to save memory."""
 
     def __init__(self, needed: float, room: float) -> None:
-        super().__init__(f"{needed / 2**30:.2f} GiB needed, {room / 2**30:.2f} GiB there")
+        super().__init__(f"{needed / 2**30:.4g} GiB needed, {room / 2**30:.4g} GiB there")
         self.needed, self.room = needed, room
 
 
@@ -73,7 +73,7 @@ class FitMemory(CustomPartitionerFn):
         log.info("activation_memory_budget auto: %s", self)
         if self.needed > self.room:
             log.warning(
-                "a step needs %.2f GiB with the best activation budget, and %.2f GiB are there: it may run out of "
+                "a step needs %.4g GiB with the best activation budget, and %.4g GiB are there: it may run out of "
                 "memory. More ranks for a sequence, a fused LM head (fuse_linear_cross_entropy), the model's own "
                 "activation checkpointing (with checkpointing_keeps) or activation_offloading need less",
                 self.needed / 2**30, self.room / 2**30,

@@ -68,7 +68,11 @@ def test_sizes_cover_the_world(tree: dict[str, Any], world_size: int, expected: 
         ({"tensor_parallel": {"vocab_parallel_ce_backend": "x"}}, "allowed: 'torch', 'liger', 'fused_linear'"),
         ({"tensor_parallel": {"vocab_parallel_lm_head": "yes"}}, "vocab_parallel_lm_head is 'yes'"),
         ({"tensor_parallel": {"vocab_parallel_embedding": 1}}, "vocab_parallel_embedding is 1"),
-        ({"autosp": {"atention": "auto"}}, "unknown 'atention' in the \"autosp\" section; valid settings: attention, "),
+        (
+            {"autosp": {"atention": "auto"}},
+            "unknown 'atention' in the \"autosp\" section; atention \\(did you mean attention\\?\\); valid settings: ",
+        ),
+        ({"autosp": {"step_memory_gib": float("inf")}}, "step_memory_gib is inf: input should be a finite number"),
         (
             {"autosp": {"attention": "flash"}},
             "attention is 'flash'; allowed: 'auto', 'allgather_kv', 'hybrid', 'ring', 'ulysses'$",

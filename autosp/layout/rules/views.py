@@ -181,7 +181,9 @@ def split_rule(call: OpCall) -> Strategy:
         return Strategy(output=[REPLICATE] * len(call.out))
     dim = value.dim(call["dim"])
     if dim == shard.dim:
-        raise Refusal("the sequence is split into pieces", "split another dimension, or gather the tensor first")
+        raise Refusal(
+            "the sequence is split into pieces", 'split another dimension, or gather with unsupported: "gather"'
+        )
     removes_dim = call.target is aten.unbind.int
     cut = shard.at(shard.dim - 1) if removes_dim and dim < shard.dim else shard
     return Strategy(inputs={"self": shard}, output=[cut] * len(call.out))
