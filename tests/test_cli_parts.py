@@ -274,11 +274,12 @@ def test_a_loss_that_is_not_finite_names_the_step() -> None:
 
 def test_speed_leaves_the_compiling_step_out() -> None:
     one = trainer(steps=100, seq_len=10)
-    speeds = [
-        one.describe({"step": step, "loss": 1.0, "seconds": seconds}, 0).tokens_per_s
+    reports = [
+        one.describe({"step": step, "loss": 1.0, "seconds": seconds}, 0)
         for step, seconds in enumerate([100.0] + [0.5] * 30, 1)
     ]
-    assert speeds == [0.1] + [20.0] * 30
+    assert [report.tokens_per_s for report in reports] == [0.1] + [20.0] * 30
+    assert [report.compiled_in for report in reports] == [100.0] + [None] * 30
 
 
 def test_what_a_backend_raises_is_found_inside_what_dynamo_raises() -> None:
@@ -358,10 +359,13 @@ def test_plain_progress_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with says.stage("Reading") as detail:
         detail("3 files")
     with says.training(2, 0) as show:
-        show(progress.StepReport(step=1, loss=2.5, tokens_per_s=1234.4, peak_bytes=3 << 30, seconds_left=125))
+        first = progress.StepReport(1, 2.5, tokens_per_s=10.0, peak_bytes=3 << 30, seconds_left=9000, compiled_in=30.25)
+        show(first)
+        show(progress.StepReport(step=2, loss=2.5, tokens_per_s=1234.4, peak_bytes=3 << 30, seconds_left=125))
     shown = capsys.readouterr().out
+    assert "step 1/2  loss 2.5000  compiled in 30.2 s  peak 3.00 GiB\n" in shown
     assert "Reading ...\n  done in 0.0 s  3 files\n" in shown
-    assert "step 1/2  loss 2.5000  1,234 tokens/s  peak 3.00 GiB  2:05 left" in shown
+    assert "step 2/2  loss 2.5000  1,234 tokens/s  peak 3.00 GiB  2:05 left" in shown
 
 
 def test_progress_of_a_report_is_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,6 +204,7 @@ class Trainer:
             tokens_per_s=self.samples_per_step * self.settings.seq_len / each,
             peak_bytes=peak,
             seconds_left=each * (self.settings.steps - row["step"]),
+            compiled_in=row["seconds"] if self._described == 1 else None,
         )
 
 

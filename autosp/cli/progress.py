@@ -23,6 +23,8 @@ class StepReport:
     tokens_per_s: float
     peak_bytes: int
     seconds_left: float
+    compiled_in: float | None = None
+    """Seconds of a step that compiled, as a run's first does: no speed and no time left follow from it."""
 
 
 def clock(seconds: float) -> str:
@@ -98,7 +100,7 @@ class Plain(Silent):
             moment = time.monotonic()
             if now.step in (done + 1, total) or moment - last[0] >= _PLAIN_LINE_EVERY:
                 last[0] = moment
-                self.line(f"step {now.step}/{total}  {_describe(now)}  {clock(now.seconds_left)} left")
+                self.line(f"step {now.step}/{total}  {_describe(now)}")
 
         yield report
 
@@ -144,14 +146,16 @@ class Live(Silent):
             task = progress.add_task("compiling the first step", total=total, completed=done)
 
             def report(now: StepReport) -> None:
-                text = f"{_describe(now)}  {clock(now.seconds_left)} left"
-                progress.update(task, completed=now.step, description=text)
+                progress.update(task, completed=now.step, description=_describe(now))
 
             yield report
 
 
 def _describe(now: StepReport) -> str:
-    return f"loss {now.loss:.4f}  {now.tokens_per_s:,.0f} tokens/s  peak {memory(now.peak_bytes)}"
+    loss, peak = f"loss {now.loss:.4f}", f"peak {memory(now.peak_bytes)}"
+    if now.compiled_in is not None:
+        return f"{loss}  compiled in {now.compiled_in:.1f} s  {peak}"
+    return f"{loss}  {now.tokens_per_s:,.0f} tokens/s  {peak}  {clock(now.seconds_left)} left"
 
 
 def reporter(speaks: bool, *, to_stderr: bool = False) -> Silent:
