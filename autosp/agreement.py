@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autosp.errors import InputError, RankMismatchError
 
@@ -92,7 +92,8 @@ def largest(state: AutoSPState, kind: str, value: float) -> float:
     """
     if state.check_group is None:
         return value
-    with unset_fake_temporarily():  # a compilation asks, in the middle of tracing
+
+    def ask() -> float:
         agree(state, kind, b"")  # another rank may be elsewhere: what follows needs all of them here
         everyone = [torch.empty(1, dtype=torch.float64) for _ in state.check_ranks]
         try:
@@ -100,6 +101,12 @@ def largest(state: AutoSPState, kind: str, value: float) -> float:
         except RuntimeError as error:
             raise RankMismatchError(_nobody_came(state, kind, error)) from error
         return max(other.item() for other in everyone)
+
+    # A compilation asks, in the middle of tracing, with modes that are Python objects in its thread-local state, which
+    # gloo's threads take along. From that thread one compilation in three stood still: the main thread in the next
+    # gather, one of gloo's waiting for the interpreter. A thread of its own has no modes.
+    with ThreadPoolExecutor(max_workers=1) as one:
+        return one.submit(ask).result()
 
 
 def _gather(state: AutoSPState, kind: str, record: bytes) -> list[bytes]:

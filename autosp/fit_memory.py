@@ -89,6 +89,8 @@ class FitMemory(CustomPartitionerFn):
         switches that of whole joint graphs off."""
 
     def __str__(self) -> str:
+        if getattr(self, "budget", None) is None:  # before the choice, and the copies that a cache prints its keys of
+            return "no budget chosen"
         return f"{self.budget:g}, {self.needed / 2**30:.5g} of {self.room / 2**30:.5g} GiB"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from pool import RankPool
 
 import autosp
 from autosp.errors import ConfigError
+from autosp.fit_memory import FitMemory
 
 CHOICE = re.compile(r"auto: ([0-9.]+), ([0-9.e-]+) of")
 
@@ -176,3 +178,11 @@ def test_what_auto_alone_reads_has_no_effect_without_it() -> None:
 def test_wrong_budgets(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"^activation_memory_budget is \S+: input should be .*, or 'auto'$"):
         autosp.AutoSPConfig(activation_memory_budget=value)
+
+
+def test_a_copy_that_a_cache_made_can_be_printed() -> None:
+    """Inductor prints the settings that its cache is keyed by, from pickled copies."""
+    fit = FitMemory(2.0**30, lambda needed: needed, must_fit=False)
+    assert str(pickle.loads(pickle.dumps(fit))) == str(fit) == "no budget chosen"
+    fit.budget, fit.needed = 0.5, 2.0**29
+    assert str(fit) == "0.5, 0.5 of 1 GiB"
